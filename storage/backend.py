@@ -91,7 +91,7 @@ class LocalBackend:
         return True
 
     def read(self, max_bytes: int = files.MAX_JSON_BYTES) -> bytes:
-        """Return the content of the file.
+        """Return the content of the file at this path.
 
         Raises:
             ValueError: the file is longer than ``max_bytes`` or not a regular file. Nothing was
@@ -136,7 +136,7 @@ class LocalBackend:
             try:
                 files.write_file(temporary, data)
                 try:
-                    # Create the file as a hard link to the temporary file. Unlike a rename,
+                    # Create the new file as a hard link to the temporary file. Unlike a rename,
                     # creating a link never replaces an existing file.
                     os.link(temporary, path)
                 except FileExistsError:
@@ -156,7 +156,11 @@ class LocalBackend:
         return True
 
     def replace(self, old: bytes, new: bytes) -> bool:
-        """Replace the file if its content is ``old``. Return whether its content is now ``new``."""
+        """Replace the file at this path if its content is ``old``.
+
+        Returns:
+            Whether the content of the file is now ``new``.
+        """
         # The comparison and the replacement together are not atomic. No other writer can change the
         # file in between, because this process holds the store's lock.
         if not self._holds(old):
@@ -385,7 +389,7 @@ class LocalFile:
         self._descriptor: _Descriptor | None = None
 
     def _open(self) -> _Descriptor:
-        """Return the descriptor of the file. It stays open while the caller holds a reference."""
+        """Return an open descriptor of this file. It stays open while the caller refers to it."""
         descriptor = self._descriptor
         if descriptor is None:
             descriptor = self._descriptor = _Descriptor(files.open_regular(self._path))
@@ -395,7 +399,7 @@ class LocalFile:
         return descriptor
 
     def read_into(self, offset: int, buffer: np.ndarray) -> int:
-        """Fill ``buffer`` (uint8) with the file's bytes from ``offset`` on.
+        """Fill ``buffer`` (uint8) with the bytes of this file from ``offset`` on.
 
         Returns:
             The number of bytes read. It is less than ``len(buffer)`` at the end of the file.

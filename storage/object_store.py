@@ -77,7 +77,7 @@ class _Torn(Exception):
 class ObjectStore:
     """The files below a prefix of a bucket.
 
-    Object stores cannot rename files. Instead, the server copies a file to the new name. Every
+    Object stores cannot rename files. So the server copies a file to its new name instead. Every
     method raises FileNotFoundError if a file does not exist, and StorageUnavailable if its
     existence cannot be determined.
 

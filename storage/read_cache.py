@@ -70,7 +70,7 @@ class RemoteFile:
         self.digest = hashlib.sha256(identity.encode()).hexdigest()[:32]
 
     def read_into(self, offset: int, buffer: np.ndarray) -> int:
-        """Fill ``buffer`` (uint8) with the file's bytes from ``offset`` on.
+        """Fill ``buffer`` (uint8) with the bytes of this file from ``offset`` on.
 
         Returns:
             The number of bytes read. It is less than ``len(buffer)`` at the end of the file.

@@ -93,7 +93,7 @@ class Sample:
         self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  (`close` closes it)
 
     def add(self, groups: Sequence[Sequence[np.ndarray]], tokens: np.ndarray | None) -> None:
-        """Add a sequence.
+        """Add a sequence to the sample.
 
         ``groups[g][p]`` holds the keys (p = 0) or values (p = 1) of layer group g, float32
         [n_tokens, width]. A hidden state is ``groups[0][0]``.
@@ -137,7 +137,7 @@ class Sample:
         return np.fromfile(self._file, np.float32, math.prod(kept.shape)).reshape(kept.shape)
 
     def close(self) -> None:
-        """Close the file, which frees its disk space."""
+        """Close the temporary file, which frees its disk space."""
         self._file.close()
 
 

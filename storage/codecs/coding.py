@@ -161,7 +161,7 @@ class CodeColumns(NamedTuple):
     shift_more: np.ndarray
 
     def table(self) -> np.ndarray:
-        """Return float32 [n_columns, 9]. Each attribute is one column of the result."""
+        """Return all nine attributes in one array, float32 [n_columns, 9]."""
         return np.stack(self, axis=1).astype(np.float32)
 
     @classmethod
@@ -416,7 +416,10 @@ class GroupTransform:
         return xp.concat(looked_up, axis=1)
 
     def _on(self, like: Array) -> dict[str, Any]:
-        """Return the group's matrices and tables as arrays of the library and device of ``like``."""
+        """Return the matrices and tables of this object as arrays like ``like``.
+
+        They have the library (NumPy or torch) and the device of ``like``.
+        """
         xp = array_namespace(like)
         key = f"{xp.__name__} {device(like)}"
         if key not in self._constants:

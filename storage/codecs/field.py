@@ -20,7 +20,7 @@ from ..schema import Array, FieldSpec, StoredArray
 Codes = Mapping[str, Array]
 
 # Layers to decode, as indices along the field's layer axis. The decoded values have the layers in
-# the order of the list. If the value is None, all layers are decoded.
+# the order of this list. If the value is None, all layers are decoded.
 Layers = list[int] | None
 
 # The stored arrays to read. Each array is mapped to the indices along axis 1 that are read, or to
@@ -201,8 +201,8 @@ class LosslessCodec(FieldCodec):
 class Learning:
     """Settings for learning a codec. The store does not record them."""
 
-    # Folder for the sample, which is stored in temporary files without names. If the value is None,
-    # the system's temporary folder is used.
+    # Folder for the temporary files that contain the sample. The files have no names. If the value
+    # is None, the system's temporary folder is used.
     folder: Path | None = None
     # Function that copies a NumPy array to another device. Large matrix products and decompositions
     # run on this device. If it is a GPU, the function returns a torch tensor.

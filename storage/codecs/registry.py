@@ -88,7 +88,7 @@ class StoreCodec:
         return codec
 
     def only(self, names: Iterable[str]) -> "StoreCodec":
-        """Return a ``StoreCodec`` for some of the fields, with the field codecs of this object."""
+        """Return a ``StoreCodec`` that has only the codecs of some fields of this object."""
         part = StoreCodec(self.name, ())
         part.fields = {name: self.fields[name] for name in names}
         return part
@@ -204,7 +204,7 @@ class StoreCodec:
     def files(self) -> dict[str, bytes]:
         """Return the files of the store's ``codec/`` folder: file name -> content.
 
-        The files contain the learned state of the field codecs. If none of the codecs learns from a
+        The files contain the learned state of the field codecs. If no field codec learns from a
         sample, the result is empty.
         """
         if not self.learned:

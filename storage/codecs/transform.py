@@ -369,7 +369,7 @@ class TransformCodec(FieldCodec):
 
     @property
     def needs_tokens(self) -> bool:
-        """Whether the field is predicted from the token ids.
+        """Whether this field is predicted from the token ids.
 
         The codec's name may contain options, for example ``transform:1.0,tokens,joint``. The option
         ``tokens`` predicts keys and values from the token ids. Together with the option ``joint``,
@@ -817,7 +817,7 @@ class Observation(Sample):
         self._sources = sources
 
     def observe(self, values: np.ndarray, tokens: np.ndarray | None = None) -> None:
-        """Add a sequence.
+        """Add a sequence to the sample.
 
         Args:
             values: Values of the whole sequence, float32 [n_tokens, *token_shape].

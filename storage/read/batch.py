@@ -112,8 +112,8 @@ class ShardReader:
                 f"{expected:#010x}. {_REPAIR}"
             )
         index = tail[:index_bytes].view("<u8").reshape(shape)[:n_rows]
-        # Check that each chunk ends inside the file. Also check offset and size separately, because
-        # the sum of two uint64 numbers could overflow.
+        # Check that each chunk ends inside the shard. Also check offset and size separately,
+        # because the sum of two uint64 numbers could overflow.
         if (index > data_bytes).any() or (index.sum(axis=-1) > data_bytes).any():
             raise StoreDamaged(
                 f"{self.path} is damaged: its index lists chunks that are missing or outside the "

@@ -509,8 +509,8 @@ def _open_manifest(store: StorePath) -> tuple[StoreManifest, StoreCodec]:
         try:
             return manifest, StoreCodec.open(manifest, store)
         except StoreDamaged:
-            # If store.json has changed since it was read, the basis may be undamaged, so read both
-            # files again.
+            # The basis file does not match store.json. If store.json has changed in the meantime,
+            # the basis file may be undamaged, so read both files again. Otherwise, it is damaged.
             if read_manifest(store) == manifest:
                 raise
 

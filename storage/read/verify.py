@@ -68,7 +68,7 @@ class Finding:
     error: OSError | MemoryError | None = None
 
 
-# If a check raises an error of these classes, the error is added to the report.
+# If a check raises an error of these classes, the error is added to the report of the check.
 _REPORTED = (StoreError, OSError, MemoryError)
 
 

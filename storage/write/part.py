@@ -115,11 +115,11 @@ class ShardWriter:
             self._write_oldest()
 
     def finish(self) -> Future[FileRecord]:
-        """Write the remaining chunks and the index.
+        """Write the remaining chunks and the index of the shard.
 
         Returns:
-            A future. It is done when the file is synced or uploaded, and closed. Its result is the
-            size and checksum of the file.
+            A future. It is done when the shard is synced or uploaded, and its file is closed. The
+            result of the future is the size and checksum of the file.
         """
         while self._encoding:
             self._write_oldest()
@@ -137,7 +137,7 @@ class ShardWriter:
         return FileRecord(self._n_bytes, self._crc)
 
     def abort(self) -> None:
-        """Close the file without writing an index. The caller deletes the file."""
+        """Close the file of an unfinished shard. The caller then deletes the file."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -437,7 +437,7 @@ class PartWriter(AbstractContextManager["PartWriter"]):
                 )
 
     def discard(self) -> None:
-        """Delete the files that were written, unless the part was committed.
+        """Delete the files that this object has written, unless the part was committed.
 
         Afterwards, a new part has no commit. If the writer was adding fields, the part still has
         its old fields.

@@ -110,7 +110,7 @@ class Publication:
     writer is then killed, other writers read the record and finish the publication.
     """
 
-    # File name of the commit, e.g. ``"part-00007.json"``.
+    # Name of the commit's file in ``commits/``, e.g. ``"part-00007.json"``.
     commit: str
     # Random text that identifies the writer in the temporary names of the files (``partial_name``).
     attempt: str
@@ -147,7 +147,7 @@ class Publication:
         return self.finish(path)
 
     def finish(self, path: StorePath) -> bool:
-        """Give the files their final names and write the commit. Then delete uploads and record.
+        """Give the files their final names, write the commit, and delete the uploads and the record.
 
         These are steps 2 and 3 of the module's docstring. Another writer may already have executed
         these steps, completely or in part.
@@ -411,9 +411,9 @@ class StoreFiles:
                 files[file_name] = FileRecord(local.stat().st_size, file_crc32(local))
                 target = self.path / TARGET_NAME / partial_name(file_name, attempt)
                 backend_of(target).move_in(local)
-            # While the files are replaced, they do not match the old commit, and the target bundle
-            # would look damaged. So delete the old commit first. A target bundle without a commit
-            # counts as incomplete.
+            # While the files of the target bundle are replaced, they do not match its old commit,
+            # and the target bundle would look damaged. So delete the old commit first. A target
+            # bundle without a commit counts as incomplete.
             was_there = content_of(commit) is not None
             self._retract(commit)
             sizes = {f"{TARGET_NAME}/{name}": record.bytes for name, record in files.items()}

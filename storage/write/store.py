@@ -262,8 +262,8 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
             backend_of(self.path / name).make_folder()
         self._open_codec()
         if not manifest_commit.exists() or find_manifest_damage(self.path):
-            # The commit is missing or damaged, so write it again. The files that it lists were
-            # compared with the current inputs above, so these files are right.
+            # commits/store.json is missing or damaged, so write it again. The files that it lists
+            # were compared with the current inputs above, so these files are right.
             self._record_manifest()
 
     def _is_of_these_inputs(self, begins_anew: bool) -> bool:
