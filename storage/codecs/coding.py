@@ -252,7 +252,7 @@ def unpack_table(levels: int) -> np.ndarray:
 
 
 class _Run(NamedTuple):
-    """A run: neighbouring columns of a layer group's table of digits, which are packed together.
+    """A run: neighbouring columns in a layer group's table of digits. They are packed together.
 
     The run consists of the columns from ``first`` to ``last`` (exclusive). Each column holds one
     digit per token. Each digit can have ``levels`` different values. The digits are packed into the

@@ -267,7 +267,7 @@ def _bits_and_error(
 
 
 def _packing_loss(zero: np.ndarray, levels: int) -> np.ndarray:
-    """Estimate how many bits packing and Huffman coding need per code, in addition to its entropy.
+    """Estimate how many bits a code takes beyond its entropy, after packing and Huffman coding.
 
     ``zero`` is the share of codes that are zero, for each quantiser.
     """

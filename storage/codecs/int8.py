@@ -191,7 +191,7 @@ def _to_blocks(xp: Any, values: Array) -> Array:
 
 
 def _scale(xp: Any, largest: Array) -> Array:
-    """Compute scales from the largest magnitude of the values that share each scale.
+    """Compute each scale from the largest magnitude of the values that share this scale.
 
     A scale has two bits of mantissa. A scale below the smallest normal float32 number becomes 0.
     """

@@ -595,7 +595,7 @@ def batch_buffer(
     shape: tuple[int, ...],
     dtype: np.dtype,
 ) -> np.ndarray:
-    """Return the caller's buffer for a field or stored array, or a new one if ``out`` is None.
+    """Return the caller's buffer for a field or stored array. If ``out`` is None, allocate it.
 
     Args:
         out: name of a field or stored array -> buffer of the caller.

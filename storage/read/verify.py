@@ -300,8 +300,8 @@ class _Verification:
         self.n_bytes = self.report.n_bytes
         consistent = commits.keys() - {damage.part for damage in self.report.damages}
         reader: ActivationStore | None = None
-        # Maps the number of a part to a list with one pair for each sequence of the part: (index of
-        # the sequence in ``reader``, row of the sequence in the plan).
+        # Maps the number of a part to a list with one pair for each sequence of the part. A pair
+        # consists of the index of the sequence in ``reader`` and the sequence's row in the plan.
         rows: dict[int, list[tuple[int, dict[str, Any]]]] = defaultdict(list)
         if self.depth == "values":
             reader = ActivationStore(self.store, parts=consistent, cache=None, checks_sizes=False)

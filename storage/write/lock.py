@@ -42,15 +42,15 @@ from ...errors import StoreLocked
 from ...files import LockHeld, lock, lock_file, open_lock, read_only
 from ..schema import LOCK_NAME, LOCKS_NAME, OPENING_NAME
 
-# Number of seconds for which a process keeps trying to share ``store.lock``. A process that was
-# just killed may still hold this lock exclusively, because the kernel may release the
-# ``opening.lock`` of the killed process shortly before its ``store.lock``.
+# Number of seconds for which a process keeps trying to share ``store.lock``. When a process is
+# killed, the kernel may release its ``opening.lock`` shortly before its ``store.lock``. In between,
+# the next process finds ``store.lock`` still locked, and must try again.
 _GRACE_S = 1.0
 _RETRY_S = 0.05  # Seconds between two attempts to take ``store.lock``.
 
 
 class StoreLock:
-    """The lock of a store. It is held until :meth:`close`.
+    """The lock of a store. A process holds the lock until :meth:`close`.
 
     Args:
         store: the store's folder.

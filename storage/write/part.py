@@ -59,7 +59,7 @@ Encoding this number of bytes takes about 1.5 ms. Passing a task to a thread tak
 
 
 class ShardWriter:
-    """Writes one shard sequentially. Only the index and the chunks not yet written are in memory.
+    """Writes one shard sequentially. Only the index and the unwritten chunks are in memory.
 
     Args:
         path: path of the new file.
@@ -395,8 +395,8 @@ class PartWriter(AbstractContextManager["PartWriter"]):
     def commit(self) -> PartCommit:
         """Finish and sync all shards, rename them to their final names and write the commit.
 
-        If another writer has committed the part in the meantime, the commit and the files of the
-        other writer stay, and the files of this writer are deleted.
+        If another writer has committed the part in the meantime, the files of this writer are
+        deleted. The commit and the files of the other writer stay.
 
         Returns:
             The commit that the part now has.
