@@ -234,7 +234,7 @@ def _sample(plane: np.ndarray, n_rows: int) -> tuple[bool, bool]:
     # Count in plain Python. This takes no longer than a single NumPy call, because the code of
     # NumPy is not in the CPU caches at this time.
     words = memoryview(sample).cast("Q").tolist()
-    n_zeros = words.count(0)  # Words of zero are padding, and do not count as repeated.
+    n_zeros = words.count(0)  # Words that are zero are padding, and do not count as repeated.
     n_same = len(words) - n_zeros - len(set(words) - {0})
     # 256 random bytes have about 162 distinct values. So more than 128 distinct values are taken as
     # a sign of noise.

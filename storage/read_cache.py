@@ -158,7 +158,7 @@ class ReadCache:
         return b""
 
     def _keep(self, block: "_Block", data: bytes) -> None:
-        """Write a block to the cache. Errors are ignored, for example if the disk is full."""
+        """Write a block to the cache. After an error (such as a full disk), the block is skipped."""
         start, stop = block.span
         n_bytes = len(data) + _CRC.size
         if len(data) != stop - start or n_bytes > self.max_bytes:

@@ -147,7 +147,7 @@ def on_host(array: Array) -> np.ndarray:
 
 
 def early_means(sequences: Sequence[np.ndarray]) -> np.ndarray:
-    """Compute the mean row at each early position, and the mean row over all later positions.
+    """Compute the mean row of sequences at each early position, and over all later positions.
 
     The first ``EARLY_POSITIONS`` positions of a sequence are the early positions.
 

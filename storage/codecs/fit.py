@@ -634,7 +634,7 @@ def _order_codes(
         shift_one=np.where(is_wide, 0, quantisers.shift_one)[ids],
         shift_more=np.where(is_wide, 0, quantisers.shift_more)[ids],
     )
-    # Readers load the columns with certain dtypes. Convert the columns to these dtypes.
+    # Convert the columns to the dtypes that they have after a store is loaded.
     return coding.CodeColumns.from_table(columns.table()), bits
 
 

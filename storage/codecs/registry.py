@@ -196,8 +196,8 @@ class StoreCodec:
             "bytes": list(BYTE_CHAIN),
         }
         if self.learned and all(codec.arrays for codec in self.learned.values()):
-            # Readers compute the hash of the basis file and compare it with this hash. If the
-            # hashes are equal, the values in the store were encoded with this basis file.
+            # Readers compute the hash of the basis file, and compare the result with this hash. If
+            # both are equal, the values in the store were encoded with this basis file.
             document["basis_sha256"] = hashlib.sha256(self.files()[BASIS_NAME]).hexdigest()
         return document
 

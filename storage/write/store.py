@@ -612,7 +612,7 @@ def _check_unoccupied(store: StorePath) -> None:
         except SchemaVersionError:
             if not any(path == manifest for path, _ in find_manifest_damage(store)):
                 # store.json is undamaged, so the store really has a schema version that this
-                # release cannot read.
+                # release cannot read. Raise the error that says so.
                 raise
         except StoreDamaged as error:
             # store.json is not a valid manifest. If commits/store.json exists, the folder is a
