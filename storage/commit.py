@@ -107,7 +107,7 @@ class PartCommit:
 
 
 class _FileList(TypedDict):
-    """The content of any commit: of a part, of the target bundle, or of the manifest.
+    """The content of any commit: of a part, of the target bundle (``target/``), or of store.json.
 
     Only the keys that every commit has are declared here.
     """
@@ -226,7 +226,9 @@ def files_json(files: Mapping[str, FileRecord], **counts: int) -> bytes:
 
 
 def read_file_records(path: StorePath) -> dict[str, FileRecord]:
-    """Read the commit of the target bundle or of the manifest. These commits contain no counts.
+    """Read the commit of the target bundle (``target/``) or of the manifest (store.json).
+
+    These commits contain no counts.
 
     Raises:
         StoreDamaged: the commit is damaged.

@@ -103,7 +103,7 @@ def commit_path(store: StorePath, part: int) -> StorePath:
 
 
 def target_commit_path(store: StorePath) -> StorePath:
-    """Return the path of the target bundle's commit."""
+    """Return the path of the commit that lists the files of ``target/``."""
     return store / COMMITS_NAME / "target.json"
 
 
@@ -388,7 +388,7 @@ def tokens_field() -> FieldSpec:
 
 
 def response_mask_field() -> FieldSpec:
-    """Return the field of the response mask, uint8 [token]."""
+    """Return the field of the response mask, uint8 [token]. 1 marks tokens of the assistant."""
     return FieldSpec(
         "response_mask", "uint8", (), (TOKEN_AXIS,), "1 on tokens written by the assistant, else 0"
     )
@@ -563,7 +563,7 @@ class StoreManifest:
 
 
 def first_problem(error: ValidationError) -> str:
-    """Describe the first problem in a document, and the location of the problem, in one line."""
+    """Describe the first problem that pydantic has found, and its location, in one line."""
     problem = error.errors()[0]
     message = problem["msg"].removeprefix("Value error, ").rstrip(".")
     return ": ".join([".".join(map(str, problem["loc"])), message]).removeprefix(": ")

@@ -149,7 +149,7 @@ class CodeColumns(NamedTuple):
     levels: np.ndarray
     # float32. Distance between two neighbouring quantised values of the component.
     step: np.ndarray
-    # float32. 1 for the high digit of a wide code, otherwise 0.
+    # float32. 1 if the digit is the high digit of a code with two digits, otherwise 0.
     is_high: np.ndarray
     # float32. A component x is quantised to the code with the sign of x and the magnitude
     # ``floor(|x| / step + rounding)``.
@@ -175,8 +175,8 @@ class CodeColumns(NamedTuple):
     def limit(self) -> np.ndarray:
         """For each column, the largest magnitude of the code that contains the column's digit.
 
-        The result is int32 [n_columns]. For both digits of a wide code, it is the largest magnitude
-        of the whole code.
+        The result is int32 [n_columns]. If a code has two digits, the entry of each digit is the
+        largest magnitude of the whole code.
         """
         component = (self.part.astype(np.int64) << 20) + self.component
         is_wide = np.isin(component, component[self.is_high > 0])
@@ -269,8 +269,8 @@ class GroupTransform:
     """Encodes and decodes the keys and values of one group of layers, or a hidden state.
 
     When this object first runs on a device, its matrices and tables are copied to this device. The
-    copies are kept. The codes of a token are divided into runs, which are ranges of codes with
-    similar statistics. ``arrays`` holds one array for each run.
+    copies stay on the device. The codes of a token are divided into runs, which are ranges of codes
+    with similar statistics. ``arrays`` holds one array for each run.
     """
 
     def __init__(self, name: str, fit: GroupFit) -> None:
@@ -360,8 +360,9 @@ class GroupTransform:
             product = xp.take(columns, column_ids, axis=1) @ matrix_of("synthesis", part)
             if constants["regression"]:
                 product = product + features @ matrix_of("regression", part)
-            # Only the early positions have separate means. Most reads start after the early
-            # positions. In such a read, all tokens have the same mean, and no gather is needed.
+            # Only the early positions (the first EARLY_POSITIONS) have separate means. Most reads
+            # start after the early positions. In such a read, all tokens have the same mean, and no
+            # gather is needed.
             late = mean[EARLY_POSITIONS, :]
             is_late = first_position >= EARLY_POSITIONS
             decoded.append(product + (late if is_late else xp.take(mean, rows, axis=0)))
@@ -572,7 +573,7 @@ class Pieces:
         )
 
     def of_groups(self, groups: Sequence[int]) -> list[int]:
-        """Return the indices of the pieces that contain the codes of some layer groups."""
+        """Return the indices of the pieces (ranges of bytes) that contain some layer groups."""
         firsts = np.cumsum([0, *self._n_pieces]).tolist()
         pieces: list[int] = []
         for group in groups:
@@ -600,10 +601,10 @@ class Pieces:
         return xp.reshape(xp.concat(columns, axis=1), (len(columns[0]), *self.array.row_shape))
 
     def split(self, rows: Array, groups: Sequence[int]) -> dict[str, Array]:
-        """Undo :meth:`join` for the pieces of some layer groups.
+        """Undo :meth:`join` for some layer groups: convert their pieces to the bytes of each run.
 
         Args:
-            rows: The pieces of these groups only, uint8 [n_tokens, n_pieces, n_bytes].
+            rows: Only the pieces of these layer groups, uint8 [n_tokens, n_pieces, n_bytes].
             groups: Indices of these groups, in the order of their pieces in ``rows``.
 
         Returns:

@@ -696,8 +696,8 @@ def left_variances(values: np.ndarray, known: np.ndarray | None, to_device: ToDe
         to_device: Moves an array to the device that computes large matrix products.
 
     Returns:
-        Variances of the residual along its principal axes, divided by the energy (the sum of
-        squares) of the hidden state: float64 [width].
+        Variances of the residual (the difference to the prediction) along its principal axes,
+        divided by the energy (the sum of squares) of the hidden state: float64 [width].
     """
     centred = to_device(values - values.mean(0))
     left = on_host(centred.T @ centred).astype(np.float64)

@@ -407,7 +407,7 @@ class ActivationStore:
                 )
 
     def close(self) -> None:
-        """Close all files, and delete the target bundle if it was downloaded from a remote store.
+        """Close all files. Delete the local copy of ``target/`` if the store is remote.
 
         The store stays usable: a later read opens the files again.
         """

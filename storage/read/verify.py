@@ -137,7 +137,7 @@ def missing_text(store: StorePath, manifest: schema.StoreManifest, n_pending: in
     missing: list[str] = []
     if n_pending:
         missing.append(f"{n_pending} of {manifest.n_parts} parts")
-    # A store that was not made by an extraction needs no target bundle.
+    # A store that was not made by an extraction needs no target bundle (``target/``).
     needs_target = "target_layers" in manifest.extraction
     if needs_target and not backend_of(schema.target_commit_path(store)).exists():
         missing.append("the target's weights in target/")
@@ -215,7 +215,7 @@ def verify_commits(
     progress: Progress = SILENT,
     n_threads: int | None = None,
 ) -> VerifyReport:
-    """Check the committed parts and the target bundle of a store.
+    """Check the committed parts and the target bundle (``target/``) of a store.
 
     The store's manifest, plan and codec must be undamaged.
 
@@ -383,7 +383,7 @@ def _check_sequence(reader: ActivationStore, i: int, row: dict[str, Any]) -> Ite
 
 
 def _mask_problems(mask: np.ndarray, n_planned: int) -> dict[str, str]:
-    """Compare a response mask with the number of response tokens in the plan."""
+    """Check that a response mask has only 0 and 1, and has as many ones as the plan says."""
     n_masked = int(mask.sum(dtype=np.int64))
     if mask.max(initial=0) > 1:
         return {"response_mask": "the response mask has values other than 0 and 1"}

@@ -128,7 +128,7 @@ class Publication:
     def publish(self, path: StorePath) -> bool:
         """Publish the files and the commit, unless another writer has published this commit first.
 
-        If the store is in a folder, the caller must hold the lock of the part or document
+        If the store is in a folder, the caller must hold the lock for these files
         (:meth:`StoreFiles.publishing`).
 
         Args:
@@ -363,13 +363,14 @@ class StoreFiles:
             self._remove_unfinished()
 
     def publishing(self, name: str) -> AbstractContextManager[object]:
-        """Return a context manager that locks a part or document while it is published.
+        """Return a context manager that locks files while they are published.
 
-        No other process can publish the same part or document inside the ``with`` block. For a
-        store in a bucket, nothing is locked.
+        No other process can publish the same files inside the ``with`` block. For a store in a
+        bucket, nothing is locked.
 
         Args:
-            name: name of the lock of this part or document (see the module ``lock``).
+            name: name of the lock. There is one lock for each part, and one each for the dataset
+                card, texts.arrow and ``target/`` (see the module ``lock``).
         """
         if self._lock is None or self._lock.is_alone:
             return nullcontext()
@@ -389,7 +390,7 @@ class StoreFiles:
 
     @contextmanager
     def target(self) -> Iterator[Path]:
-        """Write the target bundle.
+        """Write the target bundle: the config, tokenizer and frozen weights of the target.
 
         Yields:
             A local folder, which the ``with`` block fills. If the block ends without an error, the

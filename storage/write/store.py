@@ -322,7 +322,7 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
 
     @property
     def has_target(self) -> bool:
-        """Whether the target bundle has been committed."""
+        """Whether the target bundle (``target/``) has been committed."""
         return backend_of(target_commit_path(self.path)).exists()
 
     def committed_parts(self) -> list[int]:
@@ -528,7 +528,7 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         self._committed |= intact
 
     def _drop(self, damages: Iterable[Finding]) -> None:
-        """Delete the commits of damaged parts, and the files of a damaged target bundle."""
+        """Delete the commits of damaged parts. If ``target/`` is damaged, delete its files."""
         target_commit = target_commit_path(self.path)
         commits: set[StorePath] = set()
         for damage in damages:
