@@ -100,7 +100,7 @@ class Basis:
     mean: np.ndarray
     # float32 [n_components, width]. Row i is the axis of component i.
     synthesis: np.ndarray
-    # float32 [width, n_components]. Converts values to components.
+    # float32 [width, n_components]. Converts keys, values or hidden states to components.
     analysis: np.ndarray
     # float32 [width]. A quantisation error ``e`` costs the sum of squares of ``e / scale``. The
     # axes minimise this cost, and the rows of ``synthesis / scale`` are orthonormal. The value is
@@ -573,7 +573,7 @@ class Pieces:
         )
 
     def of_groups(self, groups: Sequence[int]) -> list[int]:
-        """Return the indices of the pieces (ranges of bytes) that contain some layer groups."""
+        """Return the indices of the pieces (ranges of bytes) with the codes of some groups."""
         firsts = np.cumsum([0, *self._n_pieces]).tolist()
         pieces: list[int] = []
         for group in groups:

@@ -383,7 +383,7 @@ def _check_sequence(reader: ActivationStore, i: int, row: dict[str, Any]) -> Ite
 
 
 def _mask_problems(mask: np.ndarray, n_planned: int) -> dict[str, str]:
-    """Check that a response mask has only 0 and 1, and has as many ones as the plan says."""
+    """Check that a response mask has only 0 and 1, and the planned number of response tokens."""
     n_masked = int(mask.sum(dtype=np.int64))
     if mask.max(initial=0) > 1:
         return {"response_mask": "the response mask has values other than 0 and 1"}
