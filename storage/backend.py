@@ -59,7 +59,7 @@ def open_path(path_or_url: StoreLike) -> StorePath:
 
 @dataclass(frozen=True)
 class LocalBackend:
-    """Reads and writes one file or folder of a store in a local folder.
+    """Reads and writes one file or folder of a local store.
 
     ``RemotePath`` has the same methods for object stores. A method raises one of the errors in
     ``MISSING`` if the file does not exist. It raises StorageUnavailable or another OSError if it
@@ -78,10 +78,11 @@ class LocalBackend:
     """
 
     def exists(self) -> bool:
-        """Whether the file or folder exists.
+        """Whether a file or folder exists at this path.
 
         Raises:
-            OSError: the existence cannot be determined. ``Path.exists`` would return False instead.
+            OSError: the file system cannot tell whether the path exists. In this case,
+                ``Path.exists`` would return False.
         """
         try:
             self.path.stat()
@@ -90,7 +91,7 @@ class LocalBackend:
         return True
 
     def read(self, max_bytes: int = files.MAX_JSON_BYTES) -> bytes:
-        """Return the content of the file.
+        """Return the content of the file at this path.
 
         Raises:
             ValueError: the file is longer than ``max_bytes`` or not a regular file. Nothing was
@@ -99,14 +100,15 @@ class LocalBackend:
         return files.read_bounded(self.path, max_bytes)
 
     def start_read(self) -> Callable[[], bytes]:
-        """Return a function that returns the content of the file.
+        """Return a function that returns the content of the file at this path.
 
-        If the file is in a bucket, its download starts now, in the background.
+        If the file is in a bucket, the download starts now in the background. The function waits
+        until the download is complete.
         """
         return self.read
 
     def blocks(self, block_bytes: int = REQUEST_BYTES) -> Iterator[bytes]:
-        """Yield the bytes of the file in order, in blocks of at most ``block_bytes``.
+        """Yield the bytes of the file at this path in order, in blocks of at most ``block_bytes``.
 
         Blocks of a remote file are fetched in parallel.
         """
@@ -115,11 +117,14 @@ class LocalBackend:
                 yield block
 
     def put(self, data: bytes) -> None:
-        """Replace the file. After a crash, the file has either the old or the new content."""
+        """Replace the file at this path.
+
+        After a crash, the file has either the old or the new content.
+        """
         files.write_atomic(self.path, data)
 
     def put_if_absent(self, data: bytes) -> bool:
-        """Write the file only if it does not exist yet.
+        """Write a file to this path only if the path does not exist yet.
 
         Returns:
             Whether the content of the file is now ``data``. This is also true if another writer has
@@ -131,7 +136,7 @@ class LocalBackend:
             try:
                 files.write_file(temporary, data)
                 try:
-                    # Create the file as a hard link to the temporary file. Unlike a rename,
+                    # Create the new file as a hard link to the temporary file. Unlike a rename,
                     # creating a link never replaces an existing file.
                     os.link(temporary, path)
                 except FileExistsError:
@@ -151,7 +156,11 @@ class LocalBackend:
         return True
 
     def replace(self, old: bytes, new: bytes) -> bool:
-        """Replace the file if its content is ``old``. Return whether its content is now ``new``."""
+        """Replace the file at this path if its content is ``old``.
+
+        Returns:
+            Whether the content of the file is now ``new``.
+        """
         # The comparison and the replacement together are not atomic. No other writer can change the
         # file in between, because this process holds the store's lock.
         if not self._holds(old):
@@ -178,29 +187,29 @@ class LocalBackend:
         os.rename(local, self.path)
 
     def remove_files(self, names: Iterable[str]) -> None:
-        """Delete files below the folder. Files that do not exist are skipped.
+        """Delete files below this folder. Files that do not exist are skipped.
 
         Args:
-            names: names relative to the folder.
+            names: names of the files, relative to this folder.
         """
         for name in names:
             (self.path / name).unlink(missing_ok=True)
 
     def make_folder(self) -> None:
-        """Create the folder and its missing parents. An object store has no folders to create."""
+        """Create this folder and its missing parents. For an object store, nothing is done."""
         self.path.mkdir(parents=True, exist_ok=True)
 
     def sync_names(self) -> None:
-        """Sync the folder, so that created and deleted files survive a crash.
+        """Sync this folder, so that a crash does not undo the creation or deletion of its files.
 
         In an object store, every change is durable at once, so nothing is done.
         """
         files.fsync_directory(self.path)
 
     def names_in(self) -> list[str]:
-        """Return the sorted names of the files and folders in the folder.
+        """Return the sorted names of the files and folders in this folder.
 
-        The list is empty if the folder does not exist.
+        The list is empty if this folder does not exist.
         """
         try:
             return sorted(os.listdir(self.path))
@@ -208,7 +217,7 @@ class LocalBackend:
             return []
 
     def names_below(self) -> list[str]:
-        """Return the sorted names of all files below the folder, relative to the folder.
+        """Return the sorted names of all files below this folder, relative to this folder.
 
         In a bucket, the list may be out of date.
         """
@@ -220,17 +229,19 @@ class LocalBackend:
         return sorted(names_in_tree)
 
     def listed_sizes(self) -> dict[str, int]:
-        """Return name -> size in bytes for all files below a remote folder, with one request.
+        """Return name -> size in bytes for all files below this folder, with one request.
 
-        For a local folder the result is empty, and the caller has to call ``stat`` for each file.
+        Only a remote folder can be listed in this way. For a local folder, the result is empty, and
+        the caller has to call ``stat`` for each file.
         """
         return {}
 
     def local_folder(self) -> Path:
-        """Return an existing local folder on the disk to which new files are first written.
+        """Return an existing local folder. New files are first written to the disk of this folder.
 
-        For a local path, it is the path itself or the nearest parent that exists. For a path in a
-        bucket, it is the system's folder for temporary files.
+        For a local path, the result is the path itself or its nearest parent that exists. For a
+        path in a bucket, the result is the system's folder for temporary files, because new files
+        are written there before they are uploaded.
         """
         return files.nearest_folder(self.path.expanduser())
 
@@ -238,19 +249,20 @@ class LocalBackend:
 def backend_of(path: StorePath) -> LocalBackend | RemotePath:
     """Return the object that reads and writes a file or folder.
 
-    For a local path, it is a new ``LocalBackend``. A ``RemotePath`` is returned unchanged, because
-    it has the methods of a backend itself.
+    For a local path, the result is a new ``LocalBackend``. A ``RemotePath`` is returned unchanged,
+    because it has the methods of a backend itself.
     """
     return path if isinstance(path, RemotePath) else LocalBackend(path)
 
 
-# Functions for files of all backends
+# Functions for local and remote files
 
 
 def reads_of(paths: Iterable[StorePath]) -> list[tuple[StorePath, Callable[[], bytes]]]:
-    """Return pairs: a path, and a function that returns the content of the file at this path.
+    """Return a list with a pair for each path: the path, and a function that reads its file.
 
-    All remote files are fetched in parallel in the background.
+    The function returns the content of the file. Remote files are already being fetched in parallel
+    in the background.
     """
     return [(path, backend_of(path).start_read()) for path in paths]
 
@@ -270,8 +282,12 @@ def download(folder: StorePath, target: Path, names: Iterable[str]) -> None:
 
 
 def crc32c(data: bytes | bytearray | memoryview | np.ndarray, crc: int = 0) -> int:
-    """Extend the CRC-32C (Castagnoli) checksum ``crc`` by contiguous bytes or a NumPy array."""
-    # The C extension accepts only bytes and NumPy arrays.
+    """Return the CRC-32C (Castagnoli) checksum of contiguous bytes or a NumPy array.
+
+    If the data continues earlier data, ``crc`` is the checksum of the earlier data. The result is
+    then the checksum of both together.
+    """
+    # The C extension accepts only bytes and NumPy arrays. So make a NumPy array of any other data.
     plain = data if isinstance(data, bytes | np.ndarray) else np.frombuffer(data, np.uint8)
     return int(google_crc32c.extend(crc, plain))
 
@@ -318,7 +334,7 @@ def check_incomplete(
 
 @contextmanager
 def check_guard(store: StorePath) -> Iterator[None]:
-    """Convert I/O errors in a ``with`` block that checks a store to StorageUnavailable."""
+    """In a ``with`` block that checks a store, replace I/O errors by StorageUnavailable."""
     try:
         yield
     # Do not convert errors of moa_data, because they already say what the user can do.
@@ -373,7 +389,7 @@ class LocalFile:
         self._descriptor: _Descriptor | None = None
 
     def _open(self) -> _Descriptor:
-        """Return the descriptor of the file. It stays open while the caller holds a reference."""
+        """Return an open descriptor of this file. It stays open while the caller refers to it."""
         descriptor = self._descriptor
         if descriptor is None:
             descriptor = self._descriptor = _Descriptor(files.open_regular(self._path))
@@ -383,7 +399,7 @@ class LocalFile:
         return descriptor
 
     def read_into(self, offset: int, buffer: np.ndarray) -> int:
-        """Fill ``buffer`` (uint8) with the file's bytes from ``offset`` on.
+        """Fill ``buffer`` (uint8) with the bytes of this file from ``offset`` on.
 
         Returns:
             The number of bytes read. It is less than ``len(buffer)`` at the end of the file.
@@ -397,7 +413,7 @@ class LocalFile:
         return n_read
 
     def prefetch(self, start: int, stop: int) -> None:
-        """Ask the kernel to read bytes [start, stop) ahead, and return immediately."""
+        """Ask the kernel to load bytes [start, stop) into the page cache. Return immediately."""
         if hasattr(os, "posix_fadvise"):
             file = self._open()
             for first in range(start, stop, self._prefetch_bytes):

@@ -16,8 +16,9 @@ standard format::
 
 The byte shuffle splits the values into planes: plane i consists of byte i of every value. The low
 byte of a bfloat16 or float16 activation is noise, so its plane is stored uncompressed. The high
-byte (sign and exponent, or a quantised code) has few distinct values, but its plane has no long
-repetitions. So zstd is configured to do only entropy coding.
+byte contains the sign and most of the exponent. It has few distinct values, but its plane has no
+long repetitions. The same holds for one-byte values, such as quantised codes. So for these planes,
+zstd is configured to do only entropy coding.
 
 If the blosc library encodes a chunk, the library is also configured to write one block. By default,
 it would write many small blocks. The chunk would then take 0.78 of its raw size instead of 0.69,
@@ -50,15 +51,15 @@ CRC_BYTES = 4
 BYTE_CHAIN = ("bytes:little", f"blosc:zstd:level=1:shuffle:blocksize={BLOSC_BLOCK_BYTES}", "crc32c")
 """The names of the codecs that encode every inner chunk, as ``store.json`` records them."""
 
-# Reads two numbers of a blosc header: the number of raw bytes and the number of frame bytes. The
-# other fields are skipped.
+# Reads two numbers of a blosc header: the number of raw bytes and the number of bytes of the frame.
+# All other bytes of the header are skipped.
 _BLOSC_HEADER = struct.Struct("<4xI4xI")
 _CRC = struct.Struct("<I")
 _CRC_OF_CHECKED = 0x48674BC7
 """The CRC-32C of a whole chunk that is not damaged.
 
-A chunk ends with the CRC-32C (little endian) of the bytes before it. The CRC-32C of any data that
-ends in this way is the same constant.
+A chunk ends with the CRC-32C (little endian) of the bytes before it. If data ends with its own
+CRC-32C, the CRC-32C of all its bytes is always this number.
 """
 
 
@@ -124,7 +125,8 @@ def decode_chunk(buffer: np.ndarray, out: np.ndarray) -> None:
         (expected,) = _CRC.unpack_from(buffer.data, n_bytes)
         raise StoreDamaged(f"the checksum of a chunk is {got:#010x}, expected {expected:#010x}")
     n_raw_bytes, n_frame_bytes = _BLOSC_HEADER.unpack_from(buffer.data)
-    # Check the sizes in the header, because the blosc library does not check them.
+    # Check the sizes in the header of the blosc frame, because the blosc library does not check
+    # them.
     if n_raw_bytes != out.nbytes or n_frame_bytes != n_bytes:
         raise StoreDamaged(
             f"the header of a chunk gives its size as {n_frame_bytes} bytes encoded and "
@@ -149,7 +151,7 @@ _N_SAMPLE_ROWS = 64
 # words are repeated, the blosc library encodes the chunk, because the library searches for
 # repetitions. For any other chunk, the search would take time and make the result larger. The limit
 # is so high that this module also encodes a chunk of eight layers in which only the attention
-# values of layer 0 repeat.
+# values of layer 0 repeat (equal tokens have equal values there).
 _REPEATED_SHARE = 1 / 12
 
 _local = threading.local()
@@ -163,11 +165,11 @@ def encode_frame(values: np.ndarray) -> list[bytes | np.ndarray] | None:
             tokens.
 
     Returns:
-        The consecutive pieces of the frame. The pieces are valid until the next call on this
-        thread. The result is None if the caller should use the blosc library instead. The library
-        is better for items of more than two bytes, for tiny or narrow arrays, and for arrays in
-        which many rows are equal. For example, equal tokens have equal attention values in the
-        target's first layer.
+        A list of buffers. Written one after another, they are the frame. The buffers are valid
+        until the next call on this thread. If the caller should use the blosc library instead, the
+        result is None. The library is better for items of more than two bytes, for tiny or narrow
+        arrays, and for arrays in which many rows are equal. For example, equal tokens have equal
+        attention values in the target's first layer.
     """
     planes = _planes(values)
     if planes is None:
@@ -232,7 +234,7 @@ def _sample(plane: np.ndarray, n_rows: int) -> tuple[bool, bool]:
     # Count in plain Python. This takes no longer than a single NumPy call, because the code of
     # NumPy is not in the CPU caches at this time.
     words = memoryview(sample).cast("Q").tolist()
-    n_zeros = words.count(0)  # Words of zero are padding, and do not count as repeated.
+    n_zeros = words.count(0)  # Words that are zero are padding, and do not count as repeated.
     n_same = len(words) - n_zeros - len(set(words) - {0})
     # 256 random bytes have about 162 distinct values. So more than 128 distinct values are taken as
     # a sign of noise.
@@ -301,11 +303,17 @@ class EncodePool(AbstractContextManager["EncodePool"]):
         self._syncer = ThreadPoolExecutor(1, "sync") if n_threads else None
 
     def encode(self, chunks: Sequence[np.ndarray]) -> Future[list[bytes]]:
-        """Start encoding chunks. The arrays must not change until the returned future is done."""
+        """Start encoding chunks. Return a future: its result is the encoded bytes of each chunk.
+
+        The arrays must not change until the future is done.
+        """
         return _start(self._encoders, lambda: self._encode(chunks))
 
     def sync(self, task: Callable[[], _Result]) -> Future[_Result]:
-        """Start a task that syncs a file to the disk. Such tasks run one after another."""
+        """Start a task that syncs a file to the disk, and return a future of its result.
+
+        Tasks run one after another.
+        """
         return _start(self._syncer, task)
 
     def close(self) -> None:

@@ -80,7 +80,7 @@ class PartCommit:
         return sum(record.bytes for record in self.files.values())
 
     def to_json(self) -> bytes:
-        """Return the content of the JSON file."""
+        """Return the content of the commit's JSON file."""
         return files_json(**vars(self))
 
     def check_counts(self, store: StorePath, part: int, planned: Mapping[str, int]) -> None:
@@ -107,9 +107,9 @@ class PartCommit:
 
 
 class _FileList(TypedDict):
-    """The content of a commit of any kind: of a part, of the target bundle or of the manifest.
+    """The content of any commit: of a part, of the target bundle (``target/``), or of store.json.
 
-    Only the keys that all kinds of commits have are declared here.
+    Only the keys that every commit has are declared here.
     """
 
     files: _Files
@@ -185,7 +185,7 @@ def has_parts(store: StorePath) -> bool:
 
 
 def array_of(file: str) -> str | None:
-    """Return the name of the array to which a shard belongs, or None if the file is not a shard."""
+    """Return the name of the array that a shard belongs to, or None if the file is not a shard."""
     match = _SHARD_NAME.fullmatch(file)
     return None if match is None else match[1]
 
@@ -195,7 +195,7 @@ def check_size(path: StorePath, record: FileRecord, listed_bytes: int | None = N
 
     Args:
         path: path of the file.
-        record: size and checksum of the file in its commit.
+        record: size and checksum that the commit lists for the file.
         listed_bytes: size of the file from a listing of its folder (``listed_sizes``), which may be
             out of date. If this size is None or differs from the commit, ``stat`` is called.
 
@@ -226,7 +226,9 @@ def files_json(files: Mapping[str, FileRecord], **counts: int) -> bytes:
 
 
 def read_file_records(path: StorePath) -> dict[str, FileRecord]:
-    """Read the commit of the target bundle or of the manifest. These commits contain no counts.
+    """Read the commit of the target bundle (``target/``) or of the manifest (store.json).
+
+    These commits contain no counts.
 
     Raises:
         StoreDamaged: the commit is damaged.
@@ -239,7 +241,9 @@ def read_file_records(path: StorePath) -> dict[str, FileRecord]:
 
 
 def check_target_bundle(store: StorePath, folder: StorePath) -> None:
-    """Compare the files of the target bundle with the sizes and checksums in its commit.
+    """Compare the files of a store's target bundle with the sizes and checksums in its commit.
+
+    The target bundle consists of the config, tokenizer and frozen weights of the target.
 
     Args:
         store: the store that contains the commit.
@@ -412,7 +416,8 @@ def restore_files(store: StorePath, contents: Mapping[str, bytes]) -> None:
 def content_of(path: StorePath, max_bytes: int = MAX_JSON_BYTES) -> bytes | None:
     """Return the content of a file, or None if the file does not exist.
 
-    The result is empty if the file is longer than ``max_bytes`` or not a regular file.
+    If the file is longer than ``max_bytes`` or not a regular file, the result is ``b""``. It
+    differs from the expected content of any file.
     """
     try:
         return backend_of(path).read(max_bytes)

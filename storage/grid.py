@@ -61,7 +61,7 @@ MIN_CHUNK_BYTES = 128 << 10
 MAX_CHUNK_BYTES = 1 << 20
 MAX_SHARD_BYTES = 2 << 30  # Upper bound on the raw bytes of a shard.
 PART_STEP_TOKENS = 8192
-"""The number of tokens for which each part has room is a multiple of this number.
+"""Each part has room for a multiple of this number of tokens.
 
 The largest chunks have this number of tokens (see :func:`chunk_tokens`), and the number of tokens
 of any chunk is a power of two. So every part consists of whole chunks.
@@ -75,7 +75,8 @@ _RESTORE = "Restore the file from a copy."
 class ArrayGrid:
     """The shapes of an array, of its inner chunks and of its shards.
 
-    Chunks and shards divide only axis 0 (tokens or blocks of tokens) and axis 1 (layers or pieces).
+    Chunks and shards divide only axis 0 (tokens or blocks of tokens) and axis 1 (layers, or pieces
+    of the encoded bytes).
     """
 
     shape: tuple[int, ...]
@@ -151,10 +152,11 @@ def array_grid(array: StoredArray, n_parts: int, longest_part: int) -> ArrayGrid
 
 def _chunk_shape(array: StoredArray) -> tuple[int, ...]:
     if array.axes[1:2] == (PIECE_AXIS,):
-        # Axis 1 of this array is the axis of pieces. The pieces of the same tokens are adjacent in
-        # the file and are read together. So assume that reading a chunk of a piece has half the
-        # usual fixed cost. The fixed cost is not a parameter of ``chunk_tokens``. But only the
-        # ratio of fixed cost and bytes matters, so pass twice the bytes per token instead.
+        # Axis 1 of this array divides the encoded bytes of a token into pieces. The pieces of the
+        # same tokens are adjacent in the file and are read together. So assume that reading a chunk
+        # of a piece has half the usual fixed cost. The fixed cost is not a parameter of
+        # ``chunk_tokens``. But only the ratio of fixed cost and bytes matters, so pass twice the
+        # bytes per token instead.
         return (chunk_tokens(2 * array.row_bytes / array.row_shape[0]), 1, *array.row_shape[1:])
     chunk_rows = max(1, chunk_tokens(array.row_bytes / array.block_tokens) // array.block_tokens)
     if array.layer_axis is None:
@@ -318,9 +320,9 @@ def grid_from_metadata(text: bytes, array: StoredArray, source: str) -> ArrayGri
 def _is_usable(grid: ArrayGrid, itemsize: int) -> bool:
     """Whether readers can use a grid.
 
-    Chunks and shards may divide only axis 0 and axis 1 (layers or pieces). A part must consist of
-    whole shards. Chunks and shard indexes must be small enough to be allocated. zarr-python has
-    already checked that a shard consists of whole chunks.
+    Chunks and shards may divide only axis 0 and axis 1 (layers, or pieces of the encoded bytes). A
+    part must consist of whole shards. Chunks and shard indexes must be small enough to be
+    allocated. zarr-python has already checked that a shard consists of whole chunks.
     """
     shape = grid.shape
     chunk = grid.chunk_shape

@@ -1,9 +1,9 @@
 """Reads and writes files in buckets with obstore: S3 and compatible servers, Google Cloud, Azure.
 
-All settings are environment variables. Their names are those that each provider's own tools use:
+All settings are environment variables. They have the same names as in each provider's own tools:
 ``AWS_ACCESS_KEY_ID``, ``AWS_REGION``, ``AWS_ENDPOINT_URL`` (any server with the S3 API),
-``GOOGLE_APPLICATION_CREDENTIALS``, ``AZURE_STORAGE_ACCOUNT_NAME`` and so on. In addition,
-``MOA_DATA_REMOTE_TIMEOUT_S`` is the number of seconds for which failed requests are retried.
+``GOOGLE_APPLICATION_CREDENTIALS``, ``AZURE_STORAGE_ACCOUNT_NAME`` and so on. In addition, failed
+requests are retried for ``MOA_DATA_REMOTE_TIMEOUT_S`` seconds.
 
 A server may execute a request although its response is lost. So after an error, the client does not
 know whether the request was executed, and sends the request again. Executing a request twice does
@@ -77,7 +77,7 @@ class _Torn(Exception):
 class ObjectStore:
     """The files below a prefix of a bucket.
 
-    Object stores cannot rename files. Instead, the server copies a file to the new name. Every
+    Object stores cannot rename files. So the server copies a file to its new name instead. Every
     method raises FileNotFoundError if a file does not exist, and StorageUnavailable if its
     existence cannot be determined.
 
@@ -138,7 +138,9 @@ class ObjectStore:
         return content
 
     def read_ranges(self, ranges: Sequence[tuple[str, int, int]]) -> list[memoryview]:
-        """Read byte ranges (name, start, stop): the bytes [start, stop) of the file ``name``.
+        """Read byte ranges.
+
+        The range (name, start, stop) consists of bytes [start, stop) of the file ``name``.
 
         If a file ends before ``stop``, the result for this range has fewer bytes.
         """
@@ -158,7 +160,8 @@ class ObjectStore:
     def _get_range(self, name: str, start: int, stop: int) -> memoryview:
         """Return bytes [start, stop) of a file with one request.
 
-        ``obstore.get_ranges`` is not used, because it panics if the server returns fewer bytes.
+        ``obstore.get_ranges`` is not used, because this function panics if the server returns fewer
+        bytes.
         """
         try:
             data = memoryview(obstore.get_range(self.connection, name, start=start, end=stop))
@@ -284,7 +287,7 @@ class ObjectStore:
             self._asked(wanted[start], partial(delete, wanted[start : start + 1000]))
 
     def _asked(self, name: str, request: Callable[[], T]) -> T:
-        """Make a short request with retries. If it takes a long time, log a message."""
+        """Make a short request with retries. If the request takes a long time, log a message."""
         global _watcher
         if _watcher is None:
             # One thread watches all requests, because a timer per request would nearly double the
@@ -360,7 +363,7 @@ def _connect(url: str) -> Connection:
 
 
 def timeout_s() -> float:
-    """Return the number of seconds for which a failed request is retried."""
+    """Return how long a failed request is retried, in seconds."""
     try:
         return max(0.0, float(os.environ.get(_TIMEOUT_VARIABLE, _TIMEOUT_S)))
     except ValueError:
@@ -368,7 +371,7 @@ def timeout_s() -> float:
 
 
 def _grouped(ranges: Sequence[tuple[str, int, int]]) -> Iterator[list[int]]:
-    """Group the ranges that are read by one request. Yield each group as indices of ``ranges``.
+    """Group ranges so that one request reads each group. Yield a group as indices of ``ranges``.
 
     The ranges of a group are in the same file, have gaps of at most GAP_BYTES, and span at most
     REQUEST_BYTES. A range that is longer than REQUEST_BYTES is the only range of its group.

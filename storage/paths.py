@@ -30,8 +30,8 @@ class RemotePath:
 
     The class has two sets of methods. The methods of the first set have the names and meanings of
     methods of ``pathlib.Path``. The methods of the second set read and write the file or folder.
-    ``backend.LocalBackend`` has the same methods and documents them. The path of the store itself
-    has an empty key.
+    ``backend.LocalBackend`` has the same methods and documents them. The ``key`` is the path of the
+    file or folder relative to the store. It is empty for the store itself.
     """
 
     uploads = True
@@ -65,7 +65,7 @@ class RemotePath:
         return RemotePath(self.bucket, self.key.rpartition("/")[0])
 
     def stat(self) -> Stat:
-        """Return the size of the file.
+        """Return the size of the file at this path.
 
         Raises:
             FileNotFoundError: the file does not exist.
@@ -81,7 +81,10 @@ class RemotePath:
         return True
 
     def listed_sizes(self) -> dict[str, int]:
-        """Return relative name -> size in bytes, for each file below the path, sorted by name."""
+        """Return name -> size in bytes, for each file below this path, sorted by name.
+
+        Names are relative to this path.
+        """
         start = f"{self.key}/" if self.key else ""
         entries = sorted(self.bucket.list_files(self.key).items())
         return {
@@ -89,11 +92,11 @@ class RemotePath:
         }
 
     def names_below(self) -> list[str]:
-        """Return the sorted names of all files below the path, relative to the path."""
+        """Return the sorted names of all files below this path, relative to this path."""
         return list(self.listed_sizes())
 
     def read_bytes(self) -> bytes:
-        """Return the content of the file."""
+        """Return the content of the file at this path."""
         return self.bucket.read(self.key)
 
     def names_in(self) -> list[str]:  # noqa: D102  (LocalBackend)

@@ -6,7 +6,8 @@ of the target. Parts are filled in the order of the rows of the dataset, so that
 a store are not biased towards short or long sequences. In a part, the sequences are sorted by
 length, so that batches of consecutive sequences have little padding.
 
-texts.arrow is a table of the tokens and response masks of all sequences.
+texts.arrow is a table of the tokens and response masks of all sequences. A response mask marks the
+tokens that the assistant wrote.
 """
 
 import hashlib
@@ -38,9 +39,9 @@ SEQUENCE_SCHEMA = pa.schema(
 )
 """Columns of the table from which a plan is made. The table has one row per sequence.
 
-``sequence_id`` is a hash of the sequence's content. ``source_row`` is the row of the dataset from
-which the sequence comes. ``n_tokens`` is the sequence's number of tokens, and ``n_response_tokens``
-is its number of response tokens.
+``sequence_id`` is a hash of the sequence's content. ``source_row`` is the index of the sequence's
+row in the dataset. ``n_tokens`` is the sequence's number of tokens, and ``n_response_tokens`` is
+its number of response tokens.
 """
 
 PLAN_SCHEMA = SEQUENCE_SCHEMA.append(pa.field("part", pa.int32())).append(
@@ -170,7 +171,7 @@ def _check_sequences(table: pa.Table) -> None:
 
 
 def plan_counts(plan: pa.Table) -> dict[str, int]:
-    """Return the counts of a plan. The manifest must contain the same counts.
+    """Return the counts of a plan. The manifest (store.json) must contain the same counts.
 
     The counts are n_sequences, n_parts and n_tokens (without alignment padding).
     """
@@ -274,7 +275,7 @@ def plan_bytes(plan: pa.Table) -> bytes:
 
 
 def _declared_bytes(metadata: pq.FileMetaData) -> int:
-    """Add up the sizes of all columns of a plan. The metadata of the file declares these sizes."""
+    """Return the total size of the columns of a plan.parquet in bytes, from its metadata."""
     n_bytes = 0
     for group in range(metadata.num_row_groups):
         for index in range(6):

@@ -6,10 +6,10 @@ checksum of the block::
 
     DIR/blocks/3f/3f9c...e1-000017      1 MiB of a shard, then the CRC-32C of these bytes
 
-*Names.* The name of the file is a hash of three values, followed by the number of the block. The
-values are the path of the shard, and the shard's size and checksum in the commit. So a block is
-never used for a different shard. After the store is written again with other content, the old
-blocks are not used.
+*Names.* The name of a block's file is a hash, followed by the number of the block in the shard. The
+hash is computed from the path of the shard, and from the shard's size and checksum in the commit.
+So a block is never used for a different shard. After the store is written again with other content,
+the old blocks are not used.
 
 *Sharing.* Any number of processes may share a folder. A block is written to a temporary file that
 is then renamed, so readers see only complete blocks. Files are not synced. If a crash damages a
@@ -53,7 +53,7 @@ class RemoteFile:
 
     Args:
         path: path of the file.
-        record: size and checksum of the file from its commit.
+        record: size and checksum that the commit lists for the file.
         cache: cache on a local disk, which all files of a store share. If the argument is None, the
             file is read without a cache.
     """
@@ -70,7 +70,7 @@ class RemoteFile:
         self.digest = hashlib.sha256(identity.encode()).hexdigest()[:32]
 
     def read_into(self, offset: int, buffer: np.ndarray) -> int:
-        """Fill ``buffer`` (uint8) with the file's bytes from ``offset`` on.
+        """Fill ``buffer`` (uint8) with the bytes of this file from ``offset`` on.
 
         Returns:
             The number of bytes read. It is less than ``len(buffer)`` at the end of the file.
@@ -158,7 +158,7 @@ class ReadCache:
         return b""
 
     def _keep(self, block: "_Block", data: bytes) -> None:
-        """Write a block to the cache. Errors are ignored, for example if the disk is full."""
+        """Write a block to the cache. After an error (such as a full disk), the block is skipped."""
         start, stop = block.span
         n_bytes = len(data) + _CRC.size
         if len(data) != stop - start or n_bytes > self.max_bytes:

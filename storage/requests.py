@@ -1,4 +1,4 @@
-"""Limits and thread pools of requests to object stores, and the type of an entry of a listing."""
+"""Limits and thread pools of requests to object stores, and the entries of file listings."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor

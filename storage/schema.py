@@ -17,8 +17,8 @@
                                   1 = written by the assistant
         kv                        bfloat16 [token, layer, kv_head, 2, head_dim]
                                   0 = key after RoPE, 1 = value
-        kv/full_attention         replaces kv if the layers have different caches: the layers of
-                                  one kind
+        kv/full_attention         if the layers cache different shapes, one array like this one for
+                                  each shape replaces kv
         hidden/last               bfloat16 [token, width]
                                   after the final norm
         hidden/layer_6            bfloat16 [token, width]
@@ -73,7 +73,7 @@ ZARR_NAME = "zarr.json"
 COMMITS_NAME = "commits"
 RUNS_NAME = "runs"
 # Key in the JSON files of ``runs/``. The value of this key is the weights_sha256 of the model that
-# wrote the answers of the chats, or null.
+# wrote the answers of the chats, or null if this model is not known.
 ANSWERS_BY = "answers_by"
 CODEC_NAME = "codec"
 CARD_NAME = "README.md"
@@ -103,7 +103,7 @@ def commit_path(store: StorePath, part: int) -> StorePath:
 
 
 def target_commit_path(store: StorePath) -> StorePath:
-    """Return the path of the target bundle's commit."""
+    """Return the path of the commit that lists the files of ``target/``."""
     return store / COMMITS_NAME / "target.json"
 
 
@@ -176,8 +176,8 @@ Array = Any  # Type of a NumPy array or a torch tensor, for functions that accep
 
 # Name of the field of token ids. Some codecs need the token ids to decode another field.
 TOKENS = "tokens"
-# Name of the field with keys and values of all layers. If the layers have caches of different
-# kinds, there is a field for each kind instead, such as ``kv/full_attention``.
+# Name of the field with the keys and values of all layers. If the layers cache different shapes,
+# several fields such as ``kv/full_attention`` replace this one.
 KV = "kv"
 HIDDEN_LAST = "hidden/last"  # Name of the field with hidden states after the final norm.
 
@@ -185,9 +185,9 @@ TOKEN_AXIS = "token"
 LAYER_AXIS = "layer"
 # Name of axis 0 of a stored array that has one row for each block of consecutive tokens.
 BLOCK_AXIS = "block"
-# Name of axis 1 of a stored array of pieces. A piece contains some of the bytes to which a
-# transform codec encodes a token (see ``codecs.coding``). A piece has separate inner chunks, so it
-# can be read without the other pieces.
+# Name of axis 1 of a stored array of pieces. A transform codec encodes a token to bytes. A piece
+# contains some of these bytes (see ``codecs.coding``). A piece has separate inner chunks, so it can
+# be read without the other pieces.
 PIECE_AXIS = "piece"
 # Names of the axes of one token's keys and values. Index 0 of the axis "key_value" is the key, and
 # index 1 is the value.
@@ -203,7 +203,8 @@ _Count = Annotated[int, Field(ge=1, le=MAX_WHOLE_NUMBER)]
 Natural = Annotated[int, Field(ge=0, le=MAX_WHOLE_NUMBER)]
 _Dtype = Literal["bfloat16", "float16", "float32"]  # Dtypes of activations.
 _EXACT = ConfigDict(strict=True, extra="forbid")
-# Configuration of JSON objects that may also contain keys that are not declared here.
+# pydantic settings of a class that describes a JSON object. The object may also contain keys that
+# the class does not declare.
 _WITH_OTHERS = ConfigDict(strict=True, extra="allow")
 
 
@@ -226,11 +227,11 @@ class FieldSpec:
     axes: tuple[str, ...]  # Names of all axes; the first one is ``"token"``.
     description: str
     # For each index of the layer axis, the number of the target's layer. The value is None if the
-    # field has no layer axis, or contains all layers in order. In this case, the JSON object lacks
-    # the key.
+    # field has no layer axis, or contains all layers in order. The JSON object of such a field has
+    # no entry ``layers``.
     layers: Annotated[tuple[Natural, ...], Field(max_length=MAX_LAYERS)] | None = None
     # Width of a key, if the last axis holds a key followed by a value of another width. For all
-    # other fields, the value is None, and the JSON object lacks the key.
+    # other fields, the value is None, and their JSON objects have no entry ``key_width``.
     key_width: _Count | None = None
 
     def __post_init__(self) -> None:
@@ -387,7 +388,7 @@ def tokens_field() -> FieldSpec:
 
 
 def response_mask_field() -> FieldSpec:
-    """Return the field of the response mask, uint8 [token]."""
+    """Return the field of the response mask, uint8 [token]. 1 marks tokens of the assistant."""
     return FieldSpec(
         "response_mask", "uint8", (), (TOKEN_AXIS,), "1 on tokens written by the assistant, else 0"
     )
@@ -510,7 +511,7 @@ class StoreManifest:
     def to_json(self) -> str:
         """Return the text of store.json: sorted keys, indent of two spaces, final newline."""
         document = {"format": FORMAT_NAME} | asdict(self)
-        # Most fields have neither layers nor key_width. Omit a key whose value is None.
+        # Most fields have no ``layers`` and no ``key_width``. Omit the keys whose value is None.
         for spec in document["fields"]:
             for name in ("layers", "key_width"):
                 if spec[name] is None:
@@ -562,7 +563,7 @@ class StoreManifest:
 
 
 def first_problem(error: ValidationError) -> str:
-    """Describe the first problem in a document, and the location of the problem, in one line."""
+    """Describe the first problem that pydantic has found, and its location, in one line."""
     problem = error.errors()[0]
     message = problem["msg"].removeprefix("Value error, ").rstrip(".")
     return ": ".join([".".join(map(str, problem["loc"])), message]).removeprefix(": ")
@@ -609,7 +610,7 @@ _BFLOAT16_EXPONENT = np.uint16(0x7F80)
 
 
 def storage_dtype(logical_dtype: str) -> np.dtype:
-    """Return the NumPy dtype in which a logical dtype is stored."""
+    """Return the NumPy dtype that values of a logical dtype have on disk."""
     name = STORAGE_DTYPES.get(logical_dtype)
     if name is None:
         raise ValueError(
@@ -620,9 +621,10 @@ def storage_dtype(logical_dtype: str) -> np.dtype:
 
 
 def to_float32(array: np.ndarray, logical_dtype: str) -> np.ndarray:
-    """Convert values of a logical dtype, given in its storage dtype, to float32.
+    """Convert stored values to float32.
 
-    The conversion of bfloat16 and float16 is exact.
+    The values have the storage dtype that belongs to the logical dtype, for example uint16 for
+    bfloat16. The conversion of bfloat16 and float16 is exact.
     """
     expected = storage_dtype(logical_dtype)
     if array.dtype != expected:

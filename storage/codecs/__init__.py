@@ -1,5 +1,6 @@
-"""Codecs convert the values of a field to one or more stored arrays, and back.
+"""Codecs convert the values of a field (such as keys and values) to stored arrays, and back.
 
-Each stored array is an ordinary Zarr array. ``storage.chunk`` later encodes the values of this
-array to bytes, for all codecs in the same way. ``registry`` finds a codec by its name.
+A codec makes one or more stored arrays of a field. Each of them is an ordinary Zarr array.
+``storage.chunk`` later encodes the values of these arrays to bytes, in the same way for all codecs.
+``registry`` finds a codec by its name.
 """

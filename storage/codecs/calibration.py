@@ -6,8 +6,8 @@ values of the group have another basis. The keys or the values of a group are ca
 hidden state is one group with one part.
 
 The sample may be too large for the memory. So the sample is on disk, and only one part of one group
-is in memory at a time. For 16 layers of an 8B target and 30,000 tokens, this takes 2 GB of memory
-instead of 8 GB::
+is in memory at a time. For 16 layers of an 8B target and 30,000 tokens, learning then takes 2 GB of
+memory instead of 8 GB::
 
     one sequence                 [n_tokens, *token_shape]
     -> parts of each group       float32 [n_tokens, width] each
@@ -30,14 +30,15 @@ from ..schema import Array
 from .coding import EARLY_POSITIONS, Basis, mean_rows
 from .field import to_device_of
 
-# A function that copies a NumPy array to the device on which large matrix products run (see
-# ``codecs.field.Learning``).
+# A function that copies a NumPy array to another device. Large matrix products run on this device
+# (see ``codecs.field.Learning``).
 ToDevice = Callable[[np.ndarray], Array]
 
 # Largest number of principal axes in a basis. The keys of a layer group have one basis, and the
 # values of the group have another. A hidden state has one basis.
 MAX_COMPONENTS = 4_096
-# Largest number of token features from which keys and values are predicted.
+# Keys and values may be predicted from features of the token id. This is the largest number of
+# features of one token id.
 MAX_FEATURES = 512
 # Up to this width, the principal axes of keys, values or a hidden state are computed from their
 # covariance matrix. For larger widths, they are computed by subspace iteration.
@@ -45,7 +46,7 @@ EXACT_WIDTH = 8_192
 # Up to this width, covariance matrices are decomposed in float64. For larger widths, float32 is
 # used, which takes half the time.
 _PRECISE_WIDTH = 2_048
-_POWER_ITERATIONS = 4  # Number of subspace iterations.
+_POWER_ITERATIONS = 4  # Number of subspace iterations for wide arrays.
 _OVERSAMPLING = 32
 _METRIC_RIDGE = 0.2
 _FEATURE_RIDGE = 1e-3
@@ -62,9 +63,9 @@ class Kept(NamedTuple):
 class PackedSequences(NamedTuple):
     """The keys or the values of one layer group, or a hidden state, for several sequences.
 
-    ``values`` is float32 [n_tokens, width]. It contains the tokens of the first sequence, then the
-    tokens of the second sequence, and so on. ``lengths`` contains the number of tokens of each
-    sequence.
+    ``values`` is float32 [n_tokens, width]. It has one row per token: first the tokens of the first
+    sequence, then the tokens of the second sequence, and so on. ``lengths`` contains the number of
+    tokens of each sequence.
     """
 
     values: np.ndarray
@@ -92,7 +93,7 @@ class Sample:
         self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  (`close` closes it)
 
     def add(self, groups: Sequence[Sequence[np.ndarray]], tokens: np.ndarray | None) -> None:
-        """Add a sequence.
+        """Add a sequence to the sample.
 
         ``groups[g][p]`` holds the keys (p = 0) or values (p = 1) of layer group g, float32
         [n_tokens, width]. A hidden state is ``groups[0][0]``.
@@ -136,7 +137,7 @@ class Sample:
         return np.fromfile(self._file, np.float32, math.prod(kept.shape)).reshape(kept.shape)
 
     def close(self) -> None:
-        """Close the file, which frees its disk space."""
+        """Close the temporary file, which frees its disk space."""
         self._file.close()
 
 
@@ -146,12 +147,12 @@ def on_host(array: Array) -> np.ndarray:
 
 
 def early_means(sequences: Sequence[np.ndarray]) -> np.ndarray:
-    """Compute a mean for each early position, and one mean for all later positions.
+    """Compute the mean row of sequences at each early position, and over all later positions.
 
     The first ``EARLY_POSITIONS`` positions of a sequence are the early positions.
 
-    If no sequence is long enough to have one of the early positions, the mean of the later
-    positions is used for this position.
+    If all sequences are too short to have a certain early position, the mean of the later positions
+    is used for this position.
 
     Args:
         sequences: Whole sequences, [n_tokens, width] each.
@@ -190,7 +191,8 @@ def layer_scale(sample: PackedSequences, n_layers: int) -> np.ndarray:
         n_layers: Number of layers of the group.
 
     Returns:
-        float32 [width]. Entry i is the scale of the layer to which column i of the values belongs.
+        float32 [width]. Column i of the values belongs to one layer. Entry i is the scale of this
+        layer.
     """
     energies = np.zeros(n_layers)
     for values in sample.sequences:
@@ -210,16 +212,16 @@ def learn_basis(
     """Learn means and principal axes of the keys or values of a layer group, or of a hidden state.
 
     The axes are chosen so that quantisation errors cost little. They are sorted by the variance of
-    the values along each axis, from large to small.
+    the sample along each axis, from large to small.
 
     Args:
         sample: Whole sequences, from position 0 on. Their values are changed in place.
         metric: Matrix [width, width] that weighs quantisation errors, symmetric and positive
             semidefinite: an error ``e`` costs ``e @ metric @ e``. If the argument is None, the cost
             is the sum of squares of ``e / scale``.
-        scale: Result of :func:`layer_scale`, [width]. Entry i is the scale of the layer to which
-            column i belongs.
-        to_device: Moves an array to the device on which large matrix products run.
+        scale: Result of :func:`layer_scale`, [width]. Column i of the values belongs to one layer,
+            and entry i is the scale of this layer.
+        to_device: Moves an array to the device that computes large matrix products.
     """
     means = early_means(sample.sequences)
     for values in sample.sequences:
@@ -246,7 +248,8 @@ def metric_scale(metric: np.ndarray) -> float:
     """Compute the mean diagonal entry of a matrix that weighs errors.
 
     The mean diagonal entry is the mean cost of an error of 1 in one dimension. :func:`learn_basis`
-    divides the matrix by this number.
+    divides the matrix by this number, so that the effect of the regularisation does not depend on
+    the scale of the matrix.
     """
     return max(float(np.trace(metric)) / len(metric), 1e-30)
 
@@ -264,7 +267,7 @@ def token_features(embeddings: Array, tokens: np.ndarray, to_device: ToDevice) -
         tokens: Token ids of the sample, int [n_tokens]. If the embeddings are wider than
             ``MAX_FEATURES``, they are projected on ``MAX_FEATURES`` directions. These are the
             directions in which the embeddings of the sample's tokens have the largest variance.
-        to_device: Moves an array to the device on which large matrix products run.
+        to_device: Moves an array to the device that computes large matrix products.
 
     Returns:
         float16 [vocab_size, n_features].
@@ -301,7 +304,7 @@ def learn_regression(
     Args:
         features: Features of each sequence of the sample, float32 [n_tokens, n_features].
         sample: The values to predict.
-        to_device: Moves an array to the device on which large matrix products run.
+        to_device: Moves an array to the device that computes large matrix products.
 
     Returns:
         The matrix of the prediction ``features @ matrix``, float32 [n_features, width]. Its entries
@@ -399,8 +402,8 @@ def logit_metric(
     Args:
         hidden: Inputs of the LM head (after the final norm), float32 [n_tokens, width].
         head: Weight of the LM head, float32 [vocab_size, width].
-        to_device: Moves an array to the device on which large matrix products run.
-        batch_tokens: Number of tokens whose logits are in memory at once.
+        to_device: Moves an array to the device that computes large matrix products.
+        batch_tokens: Number of tokens per batch. The logits of one batch are in memory at once.
 
     Returns:
         The metric, float64 [width, width].

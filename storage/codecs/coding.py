@@ -2,10 +2,11 @@
 
 These words are used below:
 
-- A *group* consists of consecutive layers that share one basis.
+- A *group* consists of consecutive layers.
 - A *part* is the keys of a group or the values of a group. A hidden state is one group with one
-  part.
-- A *component* of a token is the coordinate of a part's values along one axis of the basis.
+  part. Each part has a *basis* of principal axes.
+- For each token, a part is a vector. A *component* is the coordinate of this vector along one axis
+  of the basis.
 - A *code* is the integer to which a component is quantised. The number of different integers that
   are possible is called the number of *levels*.
 - A *digit* is a stored number. A code is stored as one digit, or as two digits if it has too many
@@ -75,9 +76,10 @@ HIGH_LEVELS = 15
 WIDE_LEVELS = LOW_LEVELS * HIGH_LEVELS
 
 # This limit decides how the codes of a field are stored. It is compared with the bytes of codes per
-# token and layer group, averaged over the layer groups of the field. From the limit on, all codes
-# are stored in one array, which is cut into pieces. Below the limit, each run (a range of codes
-# with similar statistics) is stored as a separate array.
+# token and layer group, averaged over the layer groups of the field. Below the limit, each run (a
+# range of codes with similar statistics) is stored as a separate array. From the limit on, all
+# codes are stored in one array. This array is cut into ranges of equal width, the pieces, so that a
+# reader of some layers reads only some pieces.
 MIN_GROUP_BYTES = 1024
 _WIDE_GROUP_BYTES = 2048
 _NARROW_PIECE = 96
@@ -88,9 +90,9 @@ _WIDE_PIECE = 192
 class Basis:
     """Means and principal axes of the keys or the values of a layer group, or of a hidden state.
 
-    The components of a token are the coordinates of its values along the axes:
-    ``components = (values - mean) @ analysis``. They are decoded by
-    ``values = components @ synthesis + mean``.
+    Let x be the keys, the values or the hidden state of one token. The components of the token are
+    the coordinates of x along the axes: ``components = (x - mean) @ analysis``. They are decoded by
+    ``x = components @ synthesis + mean``.
     """
 
     # float32 [EARLY_POSITIONS + 1, width]. Row p is the mean of the values at position p. The last
@@ -98,7 +100,7 @@ class Basis:
     mean: np.ndarray
     # float32 [n_components, width]. Row i is the axis of component i.
     synthesis: np.ndarray
-    # float32 [width, n_components]. Converts values to components.
+    # float32 [width, n_components]. Converts keys, values or hidden states to components.
     analysis: np.ndarray
     # float32 [width]. A quantisation error ``e`` costs the sum of squares of ``e / scale``. The
     # axes minimise this cost, and the rows of ``synthesis / scale`` are orthonormal. The value is
@@ -135,8 +137,7 @@ class CodeColumns(NamedTuple):
     below has the shape [n_columns], with one entry for each column of the table.
     """
 
-    # int32. The part of the layer group to which the component belongs: 0 for keys or a hidden
-    # state, 1 for values.
+    # int32. 0 if the digit encodes keys or a hidden state, 1 if it encodes values.
     part: np.ndarray
     # int32. Index of the principal component that the digit encodes. If two columns have the same
     # part and component, they hold the low and the high digit of the component's code.
@@ -148,7 +149,7 @@ class CodeColumns(NamedTuple):
     levels: np.ndarray
     # float32. Distance between two neighbouring quantised values of the component.
     step: np.ndarray
-    # float32. 1 for the high digit of a wide code, otherwise 0.
+    # float32. 1 if the digit is the high digit of a code with two digits, otherwise 0.
     is_high: np.ndarray
     # float32. A component x is quantised to the code with the sign of x and the magnitude
     # ``floor(|x| / step + rounding)``.
@@ -160,7 +161,7 @@ class CodeColumns(NamedTuple):
     shift_more: np.ndarray
 
     def table(self) -> np.ndarray:
-        """Return float32 [n_columns, 9]. Each attribute is one column of the result."""
+        """Return all nine attributes in one array, float32 [n_columns, 9]."""
         return np.stack(self, axis=1).astype(np.float32)
 
     @classmethod
@@ -174,8 +175,8 @@ class CodeColumns(NamedTuple):
     def limit(self) -> np.ndarray:
         """For each column, the largest magnitude of the code that contains the column's digit.
 
-        The result is int32 [n_columns]. For both digits of a wide code, it is the largest magnitude
-        of the whole code.
+        The result is int32 [n_columns]. If a code has two digits, the entry of each digit is the
+        largest magnitude of the whole code.
         """
         component = (self.part.astype(np.int64) << 20) + self.component
         is_wide = np.isin(component, component[self.is_high > 0])
@@ -190,8 +191,8 @@ class GroupFit:
     bases: tuple[Basis, ...]
     columns: CodeColumns
     # One matrix float32 [n_features, width] for each basis. ``features @ matrix`` predicts the
-    # values from features of the token. The prediction is subtracted from the values before they
-    # are multiplied by the basis. The tuple is empty if the values are not predicted.
+    # keys, the values or the hidden state from features of the token. They are multiplied by the
+    # basis after the prediction is subtracted. If nothing is predicted, the tuple is empty.
     regressions: tuple[np.ndarray, ...] = ()
 
 
@@ -251,7 +252,7 @@ def unpack_table(levels: int) -> np.ndarray:
 
 
 class _Run(NamedTuple):
-    """A run: neighbouring columns of a layer group's table of digits, which are packed together.
+    """A run: neighbouring columns in a layer group's table of digits. They are packed together.
 
     The run consists of the columns from ``first`` to ``last`` (exclusive). Each column holds one
     digit per token. Each digit can have ``levels`` different values. The digits are packed into the
@@ -268,8 +269,8 @@ class GroupTransform:
     """Encodes and decodes the keys and values of one group of layers, or a hidden state.
 
     When this object first runs on a device, its matrices and tables are copied to this device. The
-    copies are kept. The codes of a token are divided into runs, which are ranges of codes with
-    similar statistics. ``arrays`` holds one array for each run.
+    copies stay on the device. The codes of a token are divided into runs, which are ranges of codes
+    with similar statistics. ``arrays`` holds one array for each run.
     """
 
     def __init__(self, name: str, fit: GroupFit) -> None:
@@ -306,8 +307,9 @@ class GroupTransform:
                 residual = values - features @ constants["regression"][part]
             mean = xp.take(constants["mean"][part], rows, axis=0)
             scaled.append((residual - mean) @ constants["analysis"][part])
-        # The components of the keys come first, then the components of the values. Put the columns
-        # into their stored order, in which codes with similar statistics are neighbours.
+        # So far, the columns of the keys come before the columns of the values. Put the columns
+        # into the order in which they are stored, so that columns with similar statistics are
+        # neighbours.
         columns = xp.take(xp.concat(scaled, axis=1), constants["to_stored"], axis=1)
         codes = quantise(columns, constants["rounding"], constants["limit"])
         low, high = split_wide(xp.astype(codes, xp.int16))
@@ -358,8 +360,9 @@ class GroupTransform:
             product = xp.take(columns, column_ids, axis=1) @ matrix_of("synthesis", part)
             if constants["regression"]:
                 product = product + features @ matrix_of("regression", part)
-            # Only the early positions have separate means. Most reads start after the early
-            # positions. In such a read, all tokens have the same mean, and no gather is needed.
+            # Only the early positions (the first EARLY_POSITIONS) have separate means. Most reads
+            # start after the early positions. In such a read, all tokens have the same mean, and no
+            # gather is needed.
             late = mean[EARLY_POSITIONS, :]
             is_late = first_position >= EARLY_POSITIONS
             decoded.append(product + (late if is_late else xp.take(mean, rows, axis=0)))
@@ -378,9 +381,10 @@ class GroupTransform:
         columns = self._columns(codes, n_tokens)
         xp = array_namespace(columns)
         constants = self._on(columns)
-        # A component is the sum of its low and its high digit. Most components have no high digit.
-        # If a digit is missing, the index array (`low` or `high`) contains the index of a column of
-        # zeros, which is appended here.
+        # Each column contains the decoded values of one digit. A component is the sum of two
+        # columns, for its low and its high digit. But most components have no high digit. So append
+        # a column of zeros. If a component lacks a digit, `low` or `high` contains the index of
+        # this column.
         columns = xp.concat([columns, xp.zeros_like(columns[:, :1])], axis=1)
         components: list[Array] = []
         for low, high in zip(constants["low"], constants["high"], strict=True):
@@ -399,9 +403,8 @@ class GroupTransform:
         xp = array_namespace(like)
         constants = self._on(like)
         looked_up = []
-        # One table lookup maps a byte to the decoded values of all digits in the byte. Steps and
-        # shifts differ between columns, so the table has 256 separate rows for each byte of a
-        # token.
+        # One table lookup maps a byte to the decoded values of all digits in the byte. Each digit
+        # has its own step and shifts, so the table has 256 separate rows for each byte of a token.
         for run, table, offsets in zip(
             self._runs, constants["tables"], constants["offsets"], strict=True
         ):
@@ -414,7 +417,10 @@ class GroupTransform:
         return xp.concat(looked_up, axis=1)
 
     def _on(self, like: Array) -> dict[str, Any]:
-        """Return the group's matrices and tables as arrays of the library and device of ``like``."""
+        """Return the matrices and tables of this object as arrays like ``like``.
+
+        They have the library (NumPy or torch) and the device of ``like``.
+        """
         xp = array_namespace(like)
         key = f"{xp.__name__} {device(like)}"
         if key not in self._constants:
@@ -522,20 +528,23 @@ def _of_layers(xp: Any, matrix: Array, n_layers: int, layers: list[int]) -> Arra
 
 
 def row_bytes(runs: Sequence[StoredArray]) -> int:
-    """Return the total number of bytes that some stored runs of codes have for each token."""
+    """Return the number of bytes per token of several stored arrays together."""
     return sum(run.row_bytes for run in runs)
 
 
 def piece_bytes(widths: Sequence[int]) -> int:
-    """Choose the width of the pieces into which the array of all codes of a field is cut.
+    """Choose whether to store the codes of a field in pieces, and choose the width of a piece.
+
+    If the groups have many bytes, all codes of a field are stored in one array. This array is cut
+    into pieces of equal width, so that a reader of some layers reads only some pieces.
 
     Args:
         widths: Number of bytes of codes per token, for each group of layers.
 
     Returns:
-        The number of bytes per token in a piece. The result is 0 if the groups have few bytes. In
-        that case, no array is cut into pieces. Instead, each run (a range of codes with similar
-        statistics) is stored as a separate array.
+        The number of bytes per token in a piece. If the groups have few bytes, the result is 0. In
+        that case, each run (a range of codes with similar statistics) is stored as a separate
+        array.
     """
     mean_bytes = sum(widths) / len(widths)
     if mean_bytes < MIN_GROUP_BYTES:
@@ -564,7 +573,7 @@ class Pieces:
         )
 
     def of_groups(self, groups: Sequence[int]) -> list[int]:
-        """Return the indices of the pieces of some layer groups, in the order of the groups."""
+        """Return the indices of the pieces (ranges of bytes) with the codes of some groups."""
         firsts = np.cumsum([0, *self._n_pieces]).tolist()
         pieces: list[int] = []
         for group in groups:
@@ -592,10 +601,10 @@ class Pieces:
         return xp.reshape(xp.concat(columns, axis=1), (len(columns[0]), *self.array.row_shape))
 
     def split(self, rows: Array, groups: Sequence[int]) -> dict[str, Array]:
-        """Undo :meth:`join` for the pieces of some layer groups.
+        """Undo :meth:`join` for some layer groups: convert their pieces to the bytes of each run.
 
         Args:
-            rows: The pieces of these groups only, uint8 [n_tokens, n_pieces, n_bytes].
+            rows: Only the pieces of these layer groups, uint8 [n_tokens, n_pieces, n_bytes].
             groups: Indices of these groups, in the order of their pieces in ``rows``.
 
         Returns:

@@ -1,6 +1,7 @@
 """The interface of field codecs, and the lossless codec.
 
-A field codec encodes the values of a field to rows of stored arrays, and decodes them.
+A field of a store contains values of one kind for every token, such as keys and values. A field
+codec encodes these values to rows of stored arrays, and decodes the rows.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,7 @@ from ..schema import Array, FieldSpec, StoredArray
 Codes = Mapping[str, Array]
 
 # Layers to decode, as indices along the field's layer axis. The decoded values have the layers in
-# the order of the list. If the value is None, all layers are decoded.
+# the order of this list. If the value is None, all layers are decoded.
 Layers = list[int] | None
 
 # The stored arrays to read. Each array is mapped to the indices along axis 1 that are read, or to
@@ -50,9 +51,9 @@ class FieldCodec:
     # Whether the field is stored bit for bit, in one stored array. Such a field is read and written
     # in its storage dtype, without ``encode`` and ``decode``. Reading can start at any token.
     is_identity = False
-    # The sources of this field are the fields from which it is predicted. This attribute contains
-    # their codecs. The codec of each source computes features of a token (``as_features``). The
-    # prediction uses the features of all sources, concatenated in this order.
+    # If this field is predicted from other fields, these are the codecs of the other fields, called
+    # the sources. Each source computes features of a token (``as_features``). The prediction uses
+    # the features of all sources, concatenated in this order.
     sources: "Sequence[FieldCodec]" = ()
 
     def __init__(
@@ -87,9 +88,9 @@ class FieldCodec:
             values: [n_tokens, *token_shape], NumPy float32 or a torch tensor of any float dtype.
                 All values must be finite.
             tokens: int [n_tokens], the token ids; required if the codec ``needs_tokens``.
-            features: Features from which the values are predicted, float32 [n_tokens, n_features].
-                These features are the results of ``as_features`` of all ``sources``, concatenated
-                along axis 1.
+            features: The values may be predicted from these features, float32 [n_tokens,
+                n_features]. They are the results of ``as_features`` of all ``sources``,
+                concatenated along axis 1.
 
         Returns:
             Name of a stored array -> its rows. The rows have the shape [array.n_rows(n_tokens),
@@ -121,7 +122,8 @@ class FieldCodec:
     def arrays_of(self, layers: Layers) -> Selection:
         """Select the stored arrays of this field that are needed to decode these layers.
 
-        If the field is predicted from other fields, the arrays of those fields are not included.
+        Even if this field is predicted from other fields, the arrays of the other fields are not
+        included.
         """
         selection: Selection = {}
         for array in self.arrays:
@@ -129,9 +131,9 @@ class FieldCodec:
         return selection
 
     def arrays_read(self, layers: Layers = None) -> Selection:
-        """Select all stored arrays that are needed to decode these layers.
+        """Select all stored arrays, also of other fields, that are needed to decode these layers.
 
-        If the field is predicted from other fields, the arrays of those fields are included.
+        If this field is predicted from other fields, the arrays of the other fields are included.
         """
         selection = self.arrays_of(layers)
         for source in self.sources:
@@ -199,10 +201,10 @@ class LosslessCodec(FieldCodec):
 class Learning:
     """Settings for learning a codec. The store does not record them."""
 
-    # Folder for the sample, which is stored in temporary files without names. If the value is None,
-    # the system's temporary folder is used.
+    # Folder for the temporary files that contain the sample. The files have no names. If the value
+    # is None, the system's temporary folder is used.
     folder: Path | None = None
-    # Function that copies a NumPy array to the device on which large matrix products and
-    # decompositions run. If this device is a GPU, the function returns a torch tensor.
+    # Function that copies a NumPy array to another device. Large matrix products and decompositions
+    # run on this device. If it is a GPU, the function returns a torch tensor.
     to_device: Callable[[np.ndarray], Array] = lambda array: array
-    progress: Progress = SILENT  # Object to which the steps of learning are reported.
+    progress: Progress = SILENT  # Receives reports about the steps of learning.

@@ -1,15 +1,16 @@
 """Fits a transform codec to a sample: chooses the components to store and their quantisers.
 
 A *group* consists of consecutive layers. A *part* is the keys of a group or the values of a group.
-A hidden state is one group with one part. Each part has a basis of principal axes. A *component* of
-a token is the coordinate of a part's values along one axis. The *error* of a component is its mean
-squared quantisation error.
+A hidden state is one group with one part. Each part has a basis of principal axes. For each token,
+a part is a vector. A *component* is the coordinate of this vector along one axis. The *error* of a
+component is its mean squared quantisation error.
 
 *Quantiser.* A component x is stored as the integer ``q = sign(x) * floor(|x| / step + rounding)``,
-its code. The number of levels limits the magnitude of codes. A rounding below 0.5 widens the
-interval of values with code zero. If most codes are zero, a wider interval saves many bits and adds
-little error. The decoded value is ``sign(q) * (|q| - shift) * step``. There is one shift for ``|q|
-= 1``, and another shift for all larger codes. Both shifts are fitted to the sample.
+its code. The number of levels is the number of different codes that are possible. It limits the
+magnitude of codes. A rounding below 0.5 widens the interval of values with code zero. If most codes
+are zero, a wider interval saves many bits and adds little error. The decoded value is ``sign(q) *
+(|q| - shift) * step``. There is one shift for ``|q| = 1``, and another shift for all larger codes.
+Both shifts are fitted to the sample.
 
 *Allocation.* A quantiser consists of a step, a rounding and a number of levels. For each component,
 several quantisers are options. Their bits and errors are measured on the sample. :func:`allocate`
@@ -17,10 +18,10 @@ chooses for each component the option with the smallest ``error + multiplier * b
 multiplier by bisection, so that the total of the bits meets a budget. No other allocation with the
 same total of bits has a smaller total error.
 
-*Budget.* The caller gives a budget of stored bits, but the measured bits are only estimates of
-them. So the codes of the sample are packed and compressed as in a store (``storage.chunk``). Then
-the budget of the estimated bits is scaled, and the options are chosen again, until the stored bits
-meet the caller's budget.
+*Budget.* The caller gives a budget of stored bits, but the measured bits are only estimates of the
+stored bits. So the codes of the sample are packed and compressed as in a store (``storage.chunk``).
+Then the budget of the estimated bits is scaled, and the options are chosen again, until the stored
+bits meet the caller's budget.
 
 *Sample.* The sequences of the sample are split into two sets. The basis is learned from the first
 set. Bits and errors are measured on the second set. So the measured bits and errors are also valid
@@ -59,9 +60,10 @@ The factors are from ``2**(-5/3)`` to ``2**(5/3)``.
 DROPPED = 1
 
 _HUFFMAN_REDUNDANCY_BITS = 0.03
-# Largest magnitude of a component, in base steps, for which even the finest step has enough levels.
-# If a component has a larger magnitude in the sample, its base step is increased. Other sequences
-# may have larger values than the sample, so the factor of 0.8 leaves room for them.
+# The number of levels is limited, so a fine step cannot cover large components. This is the largest
+# magnitude, in base steps, that even the finest step covers. If a component has a larger magnitude
+# in the sample, its base step is increased. Other sequences may have larger values than the sample,
+# so the factor of 0.8 leaves room for them.
 _WIDEST_SPAN = 0.8 * (coding.WIDE_LEVELS // 2) * STEP_RATIOS[0]
 # Cost of an additional stored array, in bits per inner chunk of this array. The Huffman table, the
 # headers, the checksum and the index entry of a chunk take about 120 bytes. The time to read one
@@ -80,8 +82,8 @@ _FIT_ROUNDS = 5
 _INDEX_ENTRY_BYTES = 16
 _RATE_TOLERANCE = 0.002
 # Quantisers are measured for a component only if its variance, times its weight, is at least this
-# fraction of the water level (``water_level``). Below it, the best allocation of bits gives the
-# component zero bits, whatever the shape of its distribution is.
+# fraction of the water level (``water_level``). Below this limit, the best allocation of bits gives
+# the component zero bits, whatever the shape of its distribution is.
 _HOPELESS = 0.1
 _PREDICTION_RIDGE = 1e-4
 _SPLIT_ROUNDS = 60
@@ -127,8 +129,8 @@ def water_level(variances: np.ndarray, bits: float) -> float:
 
     This error is the same for all stored components, and is called the water level. Reverse
     water-filling is the optimal way to divide bits among independent Gaussian variables. Variables
-    with a variance above the water level get the number of bits for which their error equals the
-    water level. All other variables get no bits. ``variances`` are the variances of the components,
+    with a variance above the water level get so many bits that their error equals the water level.
+    All other variables get no bits. ``variances`` are the variances of the components,
     [n_components].
     """
     ordered = np.sort(variances[variances > 0])[::-1]
@@ -147,8 +149,7 @@ def measure_options(sample: np.ndarray, weights: np.ndarray, base_step: float) -
     Args:
         sample: Components of the sample's tokens, float32 [n_tokens, n_components]. They were
             computed after the subtraction of the mean.
-        weights: Factors by which the squared errors of the components are multiplied,
-            [n_components].
+        weights: Factor for the squared error of each component, [n_components].
         base_step: Base step of a component with weight 1. The base step of any other component is
             ``base_step / sqrt(weight)``.
     """
@@ -206,7 +207,8 @@ def _measure_component(magnitude: np.ndarray, base_step: float) -> Quantisers:
         top = (levels - 1) // 2
         if max_code <= fewer_levels_top:
             # The next smaller number of levels already covers all codes. More levels would only
-            # cost more bits. Exclude this option by setting its bits and its error to infinity.
+            # cost more bits. So exclude the options with this number of levels: set their bits and
+            # errors to infinity.
             never = zeros + np.inf
             options.append(Quantisers(zeros + levels, steps, roundings, zeros, zeros, never, never))
             continue
@@ -221,7 +223,7 @@ def _measure_component(magnitude: np.ndarray, base_step: float) -> Quantisers:
 
 
 def _concatenated(quantisers: Iterable[Quantisers]) -> Quantisers:
-    """Concatenate the arrays of several objects along axis 0."""
+    """Concatenate the arrays of several :class:`Quantisers` along axis 0."""
     return Quantisers(*map(np.concatenate, zip(*quantisers, strict=True)))
 
 
@@ -265,7 +267,7 @@ def _bits_and_error(
 
 
 def _packing_loss(zero: np.ndarray, levels: int) -> np.ndarray:
-    """Estimate the bits per code by which packing and Huffman coding exceed the entropy.
+    """Estimate how many bits a code takes beyond its entropy, after packing and Huffman coding.
 
     ``zero`` is the share of codes that are zero, for each quantiser.
     """
@@ -277,7 +279,8 @@ def _packing_loss(zero: np.ndarray, levels: int) -> np.ndarray:
     binary_entropy = -inner * np.log2(inner) - (1 - inner) * np.log2(1 - inner)
     # The most likely byte consists of zeros only. If the probability of this byte is above one
     # half, its Huffman code has one bit, although the byte contains less than one bit of
-    # information. The Huffman codes of all other bytes start with the other value of this bit.
+    # information. The Huffman codes of all other bytes start with the other value of this bit. So
+    # for every byte, this bit is stored, but carries only ``binary_entropy`` bits of information.
     loss = np.where(most_likely > 0.5, 1 - binary_entropy, 0.0) + _HUFFMAN_REDUNDANCY_BITS
     return np.asarray(loss / per_byte)
 
@@ -293,8 +296,8 @@ def allocate(options: Quantisers, budget_bits: float) -> np.ndarray:
         Index of the option that is chosen for each component, int64 [n_components].
     """
     # The multiplier is the price of a bit in units of error. A larger multiplier never leads to
-    # more bits. So the smallest multiplier for which the bits are within the budget is found by
-    # bisection on a logarithmic scale.
+    # more bits. So find the smallest multiplier that keeps the bits within the budget, by bisection
+    # on a logarithmic scale.
     low = 1e-30
     high = 1e30
     chosen = np.argmin(np.where(options.bits > 0, np.inf, options.error), axis=1)
@@ -344,7 +347,7 @@ def split_by_statistics(counts: np.ndarray, chunk_tokens: int) -> list[int]:
 
 
 def _code_bits(counts: np.ndarray) -> np.ndarray:
-    """For several histograms of bytes, estimate the bits that the counted bytes take in total.
+    """Estimate how many bits the bytes of each histogram take after Huffman coding.
 
     Args:
         counts: Histograms of byte values, [n, 256]. The bytes of each histogram are encoded with a
@@ -371,12 +374,13 @@ class _FittedPart(NamedTuple):
     # float32 [n_features, width], or None if the values are not predicted.
     regression: np.ndarray | None
     basis: coding.Basis
-    # Location of an array [n_tokens, n_components] in the file of the sample. The array contains
-    # the components of the sequences on which quantisers are measured.
+    # Location of an array [n_tokens, n_components] in the file of the sample. Quantisers are
+    # measured on this array. It contains the components of the sequences that were not used to
+    # learn the basis.
     components: Kept
     # Variance of each component, [n_components].
     variances: np.ndarray
-    # Factor by which the squared error of each component is multiplied.
+    # Factor by which the squared errors of all components are multiplied.
     weight: float
 
 
@@ -411,20 +415,21 @@ def fit_groups(
 ) -> list[coding.GroupFit]:
     """Fit all groups of a field together, with the smallest error within a budget of bits.
 
-    The squared error of each layer is divided by the sum of squares of the layer's values. Keys and
-    values are treated separately. If ``metrics`` are given, errors are weighed with these matrices
-    instead. At any time, only the keys or the values of one group, or the components of one group,
-    are in memory.
+    The squared error of a layer's keys is divided by the sum of squares of these keys. The error of
+    a layer's values is divided by the sum of squares of these values. If ``metrics`` are given,
+    errors are weighed with these matrices instead. At any time, only the keys or the values of one
+    group, or the components of one group, are in memory.
 
     Args:
         sample: The sample of the field.
         n_layers: Number of layers of each group.
         n_parts: Number of parts of each group: 2 for keys and values, 1 for a hidden state.
         bits_per_token: Budget of stored bits per token for all groups together.
-        metrics: ``metrics[g][p]`` is the matrix with which ``learn_basis`` weighs the errors of
-            part p of group g. If the argument is None, errors are relative, as described above.
-        features: For each sequence, the features from which the values are predicted, float32
-            [n_tokens, n_features]. If the argument is None, the values are not predicted.
+        metrics: In part p of group g, ``learn_basis`` weighs errors with the matrix
+            ``metrics[g][p]``. If the argument is None, errors are relative, as described above.
+        features: For each sequence, float32 [n_tokens, n_features]. The keys, values or hidden
+            states are predicted from these features. If the argument is None, they are not
+            predicted.
         learning: Settings of learning.
 
     Returns:
@@ -496,7 +501,7 @@ def _fit_part(
         for i, values in zip(learned_from, rows.sequences, strict=True):
             values -= features[i] @ regression
     basis = learn_basis(rows, metric, scale, move)
-    del rows  # Free the memory of these rows before the next rows are read.
+    del rows  # Free this memory before the other sequences are read.
     rows = sample.rows(group, part, others)
     if metric is None:
         # Errors are measured relative to the energy of a layer. The energy is the sum of squares of
@@ -610,8 +615,7 @@ def _order_codes(
         per_byte = coding.CODES_PER_BYTE[levels]
         n_left = int((levels_of == levels).sum())
         # Bytes with different statistics need different Huffman codes. So split the bytes into
-        # runs. Each run is later stored as a separate array, or all runs are stored in one array
-        # that is cut into pieces.
+        # runs, which are ranges of neighbouring bytes with similar statistics.
         ends = split_by_statistics(counts, CHUNK_TOKENS)
         for run in np.split(packed, ends[:-1], axis=1):
             n_digits = min(run.shape[1] * per_byte, n_left)
@@ -630,7 +634,7 @@ def _order_codes(
         shift_one=np.where(is_wide, 0, quantisers.shift_one)[ids],
         shift_more=np.where(is_wide, 0, quantisers.shift_more)[ids],
     )
-    # Convert the columns to the dtypes in which readers load them.
+    # Convert the columns to the dtypes that they have after a store is loaded.
     return coding.CodeColumns.from_table(columns.table()), bits
 
 
@@ -667,9 +671,10 @@ def _compact(parts: Sequence[_FittedPart], columns: coding.CodeColumns) -> codin
 
 
 # The functions below split a budget of bits among the hidden states of a store. With the codec
-# option ``,joint``, each hidden state is predicted from the next lower hidden state of the store.
-# Only the residual, the difference to the prediction, is quantised. The residual is small, because
-# a decoder layer changes its input little. So the lowest state takes most of the bits.
+# option ``joint`` (as in the codec name ``transform:1.0,joint``), each hidden state is predicted
+# from the next lower hidden state of the store. Only the residual, the difference to the
+# prediction, is quantised. The residual is small, because a decoder layer changes its input little.
+# So the lowest state takes most of the bits.
 #
 # The bits are split so that all components of all states have the same mean squared error ``d``.
 # Variances and errors are divided by the energy (the sum of squares) of their state.
@@ -686,13 +691,13 @@ def left_variances(values: np.ndarray, known: np.ndarray | None, to_device: ToDe
 
     Args:
         values: The hidden state, float32 [n_tokens, width].
-        known: The values from which the hidden state is predicted, float32 [n_tokens, n]. If the
+        known: The hidden state is predicted from these values, float32 [n_tokens, n]. If the
             argument is None, the hidden state is not predicted.
-        to_device: Moves an array to the device on which large matrix products run.
+        to_device: Moves an array to the device that computes large matrix products.
 
     Returns:
-        Variances of the residual along its principal axes, divided by the energy (the sum of
-        squares) of the hidden state: float64 [width].
+        Variances of the residual (the difference to the prediction) along its principal axes,
+        divided by the energy (the sum of squares) of the hidden state: float64 [width].
     """
     centred = to_device(values - values.mean(0))
     left = on_host(centred.T @ centred).astype(np.float64)

@@ -11,7 +11,7 @@ hidden       channel and block of 64 tokens  Some channels are larger by orders 
 The integers are later entropy-coded (``storage.chunk``), so small integers take fewer bits than
 large integers. With a larger scale, the integers are smaller and take fewer bits, but the rounding
 error is larger. Other methods, such as one scale per 32 values or clipping of the largest values,
-are not better: if they take the same number of bits, they have the same error.
+are not better: with the same number of bits, these methods have the same error.
 
 A scale is stored as a bfloat16. Only two bits of its mantissa are used, so that a scale takes 4 to
 5 bits after entropy coding. With the whole mantissa, a scale would take 10 bits, and the codec
@@ -86,8 +86,9 @@ class Int8Codec(FieldCodec):
         shape = spec.token_shape
         axes = spec.axes[1:]
         if self._is_kv:
-            # In a KV field, each layer and head has a key that is followed by a value. This also
-            # holds if their widths differ.
+            # In a KV field, each layer and head has a key, followed by a value. Compute the width
+            # of both together, and the width of the key, which may differ from the width of the
+            # value.
             self._kv_width = math.prod(shape[2:])
             self._key_width = shape[-1] if spec.key_width is None else spec.key_width
             axes = (*axes[:2], axes[-1])
@@ -190,7 +191,7 @@ def _to_blocks(xp: Any, values: Array) -> Array:
 
 
 def _scale(xp: Any, largest: Array) -> Array:
-    """Compute scales from the largest magnitude of the values that share each scale.
+    """Compute each scale from the largest magnitude of the values that share this scale.
 
     A scale has two bits of mantissa. A scale below the smallest normal float32 number becomes 0.
     """

@@ -21,8 +21,9 @@ from .transform import TransformCodec, TransformSettings, side_by_side
 
 LOSSLESS = "lossless"
 BASIS_NAME = "basis.safetensors"
-# While fields are added to a store, the new basis file has this name. As soon as store.json
-# contains the hash of the file, the file is renamed to BASIS_NAME.
+# The basis file of a store contains the learned state of its codec. While fields are added to the
+# store, the new basis file has this name. As soon as store.json contains the hash of the file, the
+# file is renamed to BASIS_NAME.
 NEXT_BASIS_NAME = "next-basis.safetensors"
 # Upper bound on the size of a basis file. The basis of a 405B target with all options has 5 GB.
 _MAX_BASIS_BYTES = 16 << 30
@@ -37,12 +38,12 @@ class StoreCodec:
     Args:
         name: Name of the codec, e.g. ``"lossless"``, ``"int8"`` or ``"transform:1.0"``.
         specs: The store's fields. Every codec stores fields of integers losslessly.
-        sources: Name of a predicted field -> names of the fields from which it is predicted. If the
-            argument is None, the codec's name determines these fields.
+        sources: Name of a predicted field -> names of its sources, the fields that predict it. If
+            the argument is None, the codec's name determines the sources.
 
     Raises:
-        CodecUnknown: No codec has this name, the codec does not support one of the fields, or it
-            needs a field that the store does not have.
+        CodecUnknown: No codec has this name, or the codec does not support one of the fields, or
+            the codec needs a field that the store does not have.
     """
 
     def __init__(
@@ -87,14 +88,14 @@ class StoreCodec:
         return codec
 
     def only(self, names: Iterable[str]) -> "StoreCodec":
-        """Return a ``StoreCodec`` for some of the fields, with the field codecs of this object."""
+        """Return a ``StoreCodec`` that has only the codecs of some fields of this object."""
         part = StoreCodec(self.name, ())
         part.fields = {name: self.fields[name] for name in names}
         return part
 
     @property
     def sources(self) -> dict[str, tuple[str, ...]]:
-        """Name of each predicted field -> names of the fields from which it is predicted."""
+        """Name of each predicted field -> names of its sources, the fields that predict it."""
         source_names: dict[str, tuple[str, ...]] = {}
         for name, codec in self.fields.items():
             if codec.sources:
@@ -108,7 +109,7 @@ class StoreCodec:
 
         Args:
             values: Field name -> values. If a field is predicted from other fields, the values of
-                those fields are also required.
+                the other fields are also required.
             tokens: The token ids of the sequence.
             is_finite: Whether the caller knows that all values are finite. If false, the values are
                 checked, which synchronizes with their device.
@@ -120,8 +121,8 @@ class StoreCodec:
         offered: dict[str, Array] = {}
         used = set(chain.from_iterable(self.sources.values()))
         learned = self.learned
-        # The sources of a field are the fields from which it is predicted. The sources must be
-        # encoded first, so `learned` lists them before the field.
+        # A field may be predicted from other fields, its sources. The sources must be encoded
+        # first, so `learned` lists them before the field.
         for name in dict.fromkeys([*learned, *self.fields]):
             if name not in values:
                 continue
@@ -154,8 +155,8 @@ class StoreCodec:
     def learned(self) -> dict[str, TransformCodec]:
         """The codecs that learn from a sample of sequences, by field name.
 
-        If a field is predicted from other fields, those fields come first. All of these codecs must
-        have learned before ``describe`` and ``files`` are called.
+        If a field is predicted from other fields, the other fields come first. All of these codecs
+        must have learned before ``describe`` and ``files`` are called.
         """
         ordered = chain.from_iterable(codec.with_sources() for codec in self.fields.values())
         learned: dict[str, TransformCodec] = {}
@@ -166,10 +167,11 @@ class StoreCodec:
 
     @property
     def joint(self) -> list[str]:
-        """Names of the hidden states that the option ``,joint`` predicts from one another.
+        """Names of the hidden states that the codec option ``joint`` predicts from one another.
 
-        The names are ordered from the lowest layer to the last hidden state. Each hidden state is
-        predicted from the previous hidden state in this list.
+        The option is part of the codec's name, for example ``transform:1.0,joint``. The names are
+        ordered from the lowest layer to the last hidden state. Each hidden state is predicted from
+        the previous hidden state in this list.
         """
         layers: dict[str, int] = {}
         for name, codec in self.learned.items():
@@ -194,15 +196,15 @@ class StoreCodec:
             "bytes": list(BYTE_CHAIN),
         }
         if self.learned and all(codec.arrays for codec in self.learned.values()):
-            # Readers compute the hash of the basis file and compare it with this hash. If the
-            # hashes are equal, the values in the store were encoded with this basis file.
+            # Readers compute the hash of the basis file, and compare the result with this hash. If
+            # both are equal, the values in the store were encoded with this basis file.
             document["basis_sha256"] = hashlib.sha256(self.files()[BASIS_NAME]).hexdigest()
         return document
 
     def files(self) -> dict[str, bytes]:
         """Return the files of the store's ``codec/`` folder: file name -> content.
 
-        The files contain the learned state of the field codecs. If none of the codecs learns from a
+        The files contain the learned state of the field codecs. If no field codec learns from a
         sample, the result is empty.
         """
         if not self.learned:
@@ -227,9 +229,9 @@ class StoreCodec:
             raise ValueError(
                 f"it is not a valid safetensors file ({error}). Restore it from a copy."
             ) from error
-        # If a field is predicted from other fields, `learned` lists those fields first. They must
-        # be loaded first, because the number of their features determines the shape of the field's
-        # regression matrices.
+        # If a field is predicted from other fields, `learned` lists the other fields first. They
+        # must be loaded first, because they provide the features for the prediction. The number of
+        # features determines the shape of the regression matrices.
         for name, codec in self.learned.items():
             prefix = f"{name}:"
             state: dict[str, np.ndarray] = {}
@@ -265,14 +267,17 @@ class StoreCodec:
             raise StoreDamaged(f"{path} cannot be used: {error}") from error
 
     def _named_sources(self) -> dict[str, list[str]]:
-        """Find out from the codec's name from which fields each hidden state is predicted.
+        """Find the sources of each hidden state in the codec's name.
 
-        With ``,from-kv``, a hidden state is predicted from keys and values. With ``,joint``, a
-        hidden state is predicted from the next lower hidden state of the store. With both options,
-        it is predicted from all of these fields.
+        The sources are the fields that are used to predict the hidden state.
+
+        The name may contain options, for example ``transform:1.0,from-kv,joint``. With the option
+        ``from-kv``, a hidden state is predicted from keys and values. With ``joint``, it is
+        predicted from the next lower hidden state of the store. With both options, it is predicted
+        from all of these fields.
 
         Returns:
-            Name of a hidden state -> names of the fields from which it is predicted.
+            Name of a hidden state -> names of its sources.
         """
         kv = [name for name, codec in self.learned.items() if codec.is_kv]
         sources: dict[str, list[str]] = {}
@@ -291,10 +296,10 @@ class StoreCodec:
         return sources
 
     def _predict(self, field: str, names: Sequence[str]) -> None:
-        """Set the fields from which a hidden state is predicted.
+        """Set the sources of a hidden state: the fields that are used to predict it.
 
         Raises:
-            CodecUnknown: The hidden state cannot be predicted from these fields.
+            CodecUnknown: The hidden state cannot be predicted from these sources.
         """
         codec = self.learned.get(field)
         sources = [self.learned[name] for name in names if name in self.learned]

@@ -4,33 +4,35 @@
 
     keys    -> undo RoPE ---+
     values  ----------------+-> subtract the mean -> multiply by the basis -> quantise
-    hidden  ----------------+-> pack several codes per byte -> arrays of similar statistics
+    hidden  ----------------+-> pack several codes per byte -> stored arrays
 
 *Groups.* The layers are divided into groups of consecutive layers. The keys of all layers of a
 group have one basis of principal axes, and the values of these layers have another. A hidden state
 is one group with one basis. Decoding takes one table lookup per byte of codes, and one matrix
 product per basis. Then the mean is added, and RoPE is applied to the keys.
 
-*Size of the groups.* The end of the codec's name selects the number of layers in a group. With
-large groups, a store takes fewer bytes. Different layers contain similar information about a token.
-So with one basis for all layers (``@all``), a store takes less than half the bits that it takes
-with one basis per layer (``@layer``). With small groups, a reader of one layer reads fewer bytes,
-because it must read the codes of all layers of the group. By default, a group has so many layers
-that their keys have at most 4,096 numbers per token. No basis is wider than 16,384 numbers. If
-``@all`` would exceed this width, the layers are divided into several groups of about the same size.
+*Size of the groups.* The end of the codec's name, such as ``@all`` or ``@layer``, selects the
+number of layers in a group. With large groups, a store takes fewer bytes. Different layers contain
+similar information about a token. So with one basis for all layers (``@all``), a store takes less
+than half the bits that it takes with one basis per layer (``@layer``). With small groups, a reader
+of one layer reads fewer bytes, because a reader must always read the codes of a whole group. By
+default, a group has so many layers that their keys have at most 4,096 numbers per token. No basis
+is wider than 16,384 numbers. If ``@all`` would exceed this width, the layers are divided into
+several groups of about the same size.
 
 *Predictions.* Values may be predicted from the token ids, or from the decoded values of other
 fields. Encoding first subtracts the prediction, and decoding adds the prediction at the end, which
-takes one more matrix product. Three options in the codec's name turn on predictions:
+takes one more matrix product. Three options in the codec's name turn on predictions, for example
+``transform:1.0,tokens,joint``:
 
-- ``,tokens`` predicts keys and values from the token ids. For each token of the vocabulary, the
+- ``tokens`` predicts keys and values from the token ids. For each token of the vocabulary, the
   basis file becomes up to 1,024 bytes larger (131 MB in total for Llama 3).
-- ``,from-kv`` predicts hidden states from the decoded keys and values of the same token. This is
+- ``from-kv`` predicts hidden states from the decoded keys and values of the same token. This is
   possible because the keys and values of a layer are a linear function of the layer's normalised
   input, which is a hidden state.
-- ``,joint`` predicts each hidden state from the next lower hidden state of the store, because a
+- ``joint`` predicts each hidden state from the next lower hidden state of the store, because a
   decoder layer changes its input little. The last hidden state is predicted from the highest stored
-  layer. With ``,tokens`` but without ``,from-kv``, the lowest hidden state is predicted from the
+  layer. With ``tokens`` but without ``from-kv``, the lowest hidden state is predicted from the
   token ids.
 
 If a field is predicted from other fields, these fields are its *sources*. A reader of the field
@@ -77,17 +79,17 @@ MAX_BASIS_WIDTH = 16_384
 # Default ratio of the bits per value of hidden states to the bits per value of keys and values.
 HIDDEN_BITS_RATIO = 1.7
 # Minimum number of additional bits per value of the last hidden state, compared with keys and
-# values, if the codec's name does not set the bits. The last hidden state needs them, because
+# values, if the codec's name does not set the bits. The last hidden state needs more bits, because
 # training computes the target's next-token distributions from it. With HIDDEN_BITS_RATIO alone, the
 # distributions of a real model had a KL divergence of 0.04 nats from the exact distributions. The
 # additional bits are a small share of a store that also contains keys and values.
 LAST_EXTRA_BITS = 2.0
 MAX_BITS = 10.0
-# Largest number of components of keys and values from which hidden states are predicted. The keys
-# and the values of all layer groups contribute equal numbers of components, those with the largest
-# variance. With twice this number of components, the regression matrix of an 8B model would be
-# twice as large, and the prediction only a little better. Changing this number would change the
-# format of stores.
+# Hidden states may be predicted from components of keys and values. This is the largest number of
+# these components. Each layer group contributes the same number of components of its keys and of
+# its values: the components with the largest variance. With twice this number of components, the
+# regression matrix of an 8B model would be twice as large, and the prediction only a little better.
+# Changing this number would change the format of stores.
 KV_FEATURES = 1_024
 
 TRANSFORM_GRAMMAR = (
@@ -193,7 +195,7 @@ class TransformSettings:
 
 
 class Rope:
-    """Applies a target's rotary position embedding (RoPE) to keys, or undoes it.
+    """Rotates keys by a target's rotary position embedding (RoPE), or undoes the rotation.
 
     Keys take fewer bits before RoPE than after RoPE: the same content has the same key at all
     positions, so keys vary in far fewer directions. The rotation is the same as for Llama and
@@ -349,8 +351,8 @@ class TransformCodec(FieldCodec):
         # ``n_parts`` is the number of parts of each group: 2 for keys and values, 1 for a hidden
         # state.
         self._n_layers, self.n_parts = (spec.token_shape[0], 2) if self.is_kv else (1, 1)
-        # Width of the keys of one layer, or of a hidden state: its number of floats per token. The
-        # values of a layer have the same width as its keys.
+        # Number of floats per token in the keys of one layer, or in a hidden state. The values of a
+        # layer have the same number of floats as the keys.
         self.layer_width = math.prod(spec.token_shape) // self.n_parts // self._n_layers
         if self.layer_width > MAX_BASIS_WIDTH:
             raise CodecUnknown(
@@ -367,11 +369,12 @@ class TransformCodec(FieldCodec):
 
     @property
     def needs_tokens(self) -> bool:
-        """Whether the field is predicted from the token ids.
+        """Whether this field is predicted from the token ids.
 
-        The option ``,tokens`` predicts keys and values from the token ids. Together with the option
-        ``,joint``, it also predicts the lowest hidden state from the token ids, unless this hidden
-        state is predicted from keys and values.
+        The codec's name may contain options, for example ``transform:1.0,tokens,joint``. The option
+        ``tokens`` predicts keys and values from the token ids. Together with the option ``joint``,
+        it also predicts the lowest hidden state from the token ids, unless this hidden state is
+        predicted from keys and values.
         """
         is_first = self.settings.is_joint and not self.sources
         return self.settings.from_tokens and (self.is_kv or is_first)
@@ -517,7 +520,7 @@ class TransformCodec(FieldCodec):
                 analysis = load(f"{part}/analysis", width, len(synthesis))
                 bases.append(Basis(mean, synthesis, analysis))
             else:
-                # Earlier releases stored no scales for a basis whose scales are all 1.
+                # If all scales of a basis are 1, earlier releases did not store them.
                 has_scale = f"{group}/{part}/scale" in state
                 scale = load(f"{part}/scale", width) if has_scale else np.ones(width, np.float32)
                 bases.append(Basis.scaled(mean, synthesis, scale))
@@ -541,7 +544,7 @@ class TransformCodec(FieldCodec):
         return GroupFit(tuple(bases), columns, tuple(regressions))
 
     def take_over(self, fits: Sequence[GroupFit], features: np.ndarray | None) -> None:
-        """Replace the learned state.
+        """Replace the learned state of this codec.
 
         Args:
             fits: The learned state of each layer group.
@@ -585,8 +588,8 @@ class TransformCodec(FieldCodec):
             groups: ``groups[g][p]`` holds the keys (p = 0) or values (p = 1) of layer group g,
                 [n_tokens, width]. A hidden state is ``groups[0][0]``.
             tokens: The token ids. Required if the codec ``needs_tokens``.
-            features: Features from which this field is predicted, float32 [n_tokens, n_features].
-                Required if the field is predicted from other fields (``sources``).
+            features: This field may be predicted from these features, float32 [n_tokens,
+                n_features]. Required if the field is predicted from other fields (``sources``).
         """
         first = groups[0][0]
         if not self.sources:
@@ -615,8 +618,8 @@ class TransformCodec(FieldCodec):
         layers: Layers = None,
         features: Array | None = None,
     ) -> Array:
-        # The ``sources`` are the fields from which this field is predicted. If the caller passes no
-        # features, decode the sources first.
+        # This field may be predicted from other fields, the ``sources``. If the caller passes no
+        # features, decode the features of the sources.
         groups = self._learned()
         if not self.sources:
             features = self._features_of(codes.get(TOKENS), n_tokens, next(iter(codes.values())))
@@ -648,10 +651,10 @@ class TransformCodec(FieldCodec):
     def as_features(
         self, codes: Codes, first_position: int, n_tokens: int, features: Array | None = None
     ) -> Array:
-        """Decode the features from which other fields are predicted.
+        """Decode the features that are used to predict other fields.
 
         For a hidden state, the features are its decoded values. For keys and values, the features
-        are at most :data:`KV_FEATURES` decoded components, those with the largest variance. If keys
+        are the decoded components with the largest variance, at most :data:`KV_FEATURES`. If keys
         and values are themselves predicted from token ids, the features of the token ids are
         appended.
 
@@ -659,8 +662,8 @@ class TransformCodec(FieldCodec):
             codes: Name of a stored array -> its rows for these tokens, as in :meth:`decode`.
             first_position: Position of the first token in its sequence, a multiple of 64.
             n_tokens: Number of tokens to decode.
-            features: Features from which this field is predicted. If the argument is None, they are
-                decoded from ``codes``.
+            features: The features that are used to predict this field. If the argument is None,
+                they are decoded from ``codes``.
 
         Returns:
             float32 [n_tokens, n_features].
@@ -761,16 +764,18 @@ class TransformCodec(FieldCodec):
         return xp.astype(xp.take(self._feature_tables[key], ids, axis=0), xp.float32)
 
     def _split(self, codes: Codes, layers: Layers) -> Codes:
-        """Return the codes of the layer groups that contain these layers, with one array per run.
+        """Return the codes of the layer groups that contain these layers, as arrays to decode.
 
-        A run is a range of a token's codes with similar statistics. If the store has one array of
-        pieces instead of one array per run, the pieces are converted to runs.
+        A decoder needs one array for each run, which is a range of a token's codes with similar
+        statistics. A store with many bytes per token has one array for all runs instead. In this
+        case, the result is made from the bytes of this array.
         """
         if self._pieces is None:
             return codes
         rows = codes[self._pieces.array.name]
-        # Usually, the codes contain only the pieces of these layers. But if another field of the
-        # batch is predicted from this field, the codes contain all pieces.
+        # Usually, `rows` contains only the bytes of the groups with these layers. But if another
+        # field of the batch is predicted from this field, `rows` contains the bytes of all groups,
+        # and all groups are converted.
         has_all = rows.shape[1] == self._pieces.array.row_shape[0]
         return self._pieces.split(rows, self._groups_of(None if has_all else layers))
 
@@ -792,7 +797,7 @@ class TransformCodec(FieldCodec):
 
 
 class Observation(Sample):
-    """The sample of sequences from which the transform codec of one field learns.
+    """A sample of sequences. The transform codec of one field learns from the sample.
 
     The sample is on disk. Sequences are added one at a time.
 
@@ -812,7 +817,7 @@ class Observation(Sample):
         self._sources = sources
 
     def observe(self, values: np.ndarray, tokens: np.ndarray | None = None) -> None:
-        """Add a sequence.
+        """Add a sequence to the sample.
 
         Args:
             values: Values of the whole sequence, float32 [n_tokens, *token_shape].
@@ -862,7 +867,7 @@ class Observation(Sample):
 
     @cached_property
     def _source_features(self) -> list[np.ndarray] | None:
-        """For each sequence, the features from which this field is predicted.
+        """For each sequence, the features that are used to predict this field.
 
         These features are the ``features`` of all sources, concatenated along axis 1. The value is
         None if the field is not predicted from other fields.
@@ -874,7 +879,7 @@ class Observation(Sample):
 
     @cached_property
     def features(self) -> list[np.ndarray]:
-        """For each sequence, the features from which other fields are predicted.
+        """For each sequence, the features that are used to predict other fields.
 
         Each array is float32 [n_tokens, n_features]. The features are computed from values that
         were encoded and decoded again, so the codec must have learned first.
@@ -886,8 +891,8 @@ class Observation(Sample):
         for i, n_tokens in enumerate(self.lengths):
             tokens = self.tokens[i] if self.tokens else None
             features = None if source_features is None else move(source_features[i])
-            # Encode and decode the values. A reader has only decoded values, and can predict only
-            # from them.
+            # Encode and decode the values. A reader has only decoded values, so a prediction must
+            # use decoded values.
             groups = [list(map(move, parts)) for parts in self.sequence(i)]
             codes = codec.encode_parts(groups, tokens, features)
             codes |= {} if tokens is None else {TOKENS: tokens}

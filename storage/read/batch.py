@@ -69,7 +69,7 @@ class ShardReader:
         grid: grid of the array.
         n_rows: number of inner chunks along axis 0 that the shard must contain. The last shard of a
             part may have fewer chunks than ``grid.rows_per_shard``.
-        record: size and checksum of the file, from its commit.
+        record: size and checksum that the commit lists for the file.
         cache: local cache of remote files, if there is one.
 
     Raises:
@@ -112,8 +112,8 @@ class ShardReader:
                 f"{expected:#010x}. {_REPAIR}"
             )
         index = tail[:index_bytes].view("<u8").reshape(shape)[:n_rows]
-        # Check that each chunk ends inside the file. Also check offset and size separately, because
-        # the sum of two uint64 numbers could overflow.
+        # Check that each chunk ends inside the shard. Also check offset and size separately,
+        # because the sum of two uint64 numbers could overflow.
         if (index > data_bytes).any() or (index.sum(axis=-1) > data_bytes).any():
             raise StoreDamaged(
                 f"{self.path} is damaged: its index lists chunks that are missing or outside the "
@@ -128,7 +128,7 @@ class ShardReader:
             raise StoreDamaged(f"{self.path} is missing. {_REPAIR}") from error
 
     def read_bytes(self, offset: int, n_bytes: int) -> np.ndarray:
-        """Read bytes of the file into a buffer that this thread reuses.
+        """Read bytes of the shard into a buffer that this thread reuses.
 
         The returned array is valid until the same thread calls this method again.
         """
@@ -299,15 +299,15 @@ _Wanted = dict[int, list[_Destination]]
 class _Column:
     """All inner chunks of a shard with the same index along axis 1.
 
-    These chunks contain the same layers of different tokens. The attribute ``outer`` says to which
-    layers of the caller's buffer these layers are copied.
+    These chunks contain the same layers of different tokens. The layers are copied to the caller's
+    buffer, to the indices in ``outer``.
     """
 
     # Index of these chunks along axis 1 of the shard.
     number: int
-    # ``inner`` contains the layers to copy, as indices in the chunk. ``outer`` contains the indices
-    # along the layer axis of the caller's buffer to which these layers are copied. Both are slices
-    # if all layers of the chunk are copied in order.
+    # ``inner`` contains the layers to copy, as indices in the chunk. The layers are copied to the
+    # caller's buffer. ``outer`` contains their indices along the layer axis of this buffer. Both
+    # are slices if all layers of the chunk are copied in order.
     inner: slice | list[int]
     outer: slice | list[int]
 
@@ -431,8 +431,9 @@ def _columns(layers: tuple[int, ...] | None, chunk_layers: int, n_columns: int) 
             outer = slice(number * chunk_layers, (number + 1) * chunk_layers)
             columns.append(_Column(number, slice(None), outer))
         return columns
-    # Maps the index of a chunk along axis 1 to one pair for each requested layer of the chunk:
-    # (index of the layer in the chunk, index along the layer axis of the caller's buffer).
+    # The keys are indices of chunks along axis 1. The value for a chunk is a list with one pair for
+    # each requested layer of the chunk: the index of the layer in the chunk, and its index along
+    # the layer axis of the caller's buffer.
     pairs_by_column: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for position, layer in enumerate(layers):
         number, inner = divmod(layer, chunk_layers)

@@ -407,7 +407,7 @@ class ActivationStore:
                 )
 
     def close(self) -> None:
-        """Close all files, and delete the target bundle if it was downloaded from a remote store.
+        """Close all files. Delete the local copy of ``target/`` if the store is remote.
 
         The store stays usable: a later read opens the files again.
         """
@@ -509,8 +509,8 @@ def _open_manifest(store: StorePath) -> tuple[StoreManifest, StoreCodec]:
         try:
             return manifest, StoreCodec.open(manifest, store)
         except StoreDamaged:
-            # If store.json has changed since it was read, the basis may be undamaged, so read both
-            # files again.
+            # The basis file does not match store.json. If store.json has changed in the meantime,
+            # the basis file may be undamaged, so read both files again. Otherwise, it is damaged.
             if read_manifest(store) == manifest:
                 raise
 
@@ -539,7 +539,7 @@ def layer_indices(spec: FieldSpec, layers: slice | Sequence[int] | None) -> Laye
         raise SelectionInvalid(
             f"`layers` is {layers!r:.60}, expected a slice or a list of numbers."
         ) from error
-    except IndexError as error:  # NumPy's message names the first index that is out of bounds.
+    except IndexError as error:  # NumPy's text names the wrong index.
         raise SelectionInvalid(
             f"Field {spec.name!r} has {n_layers} layers, numbered from 0. `layers` does not fit "
             f"them ({error})."
@@ -595,7 +595,7 @@ def batch_buffer(
     shape: tuple[int, ...],
     dtype: np.dtype,
 ) -> np.ndarray:
-    """Return the caller's buffer for a field or stored array, or a new one if ``out`` is None.
+    """Return the caller's buffer for a field or stored array. If ``out`` is None, allocate it.
 
     Args:
         out: name of a field or stored array -> buffer of the caller.

@@ -51,13 +51,13 @@ Depth = Literal["sizes", "checksums", "values"]
 
 - ``sizes`` compares only the sizes of files with their commits.
 - ``checksums`` compares the sizes and the checksums of files with their commits.
-- ``values`` does the same, and also decodes all values.
+- ``values`` does what ``checksums`` does, and also decodes all values.
 """
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Damage to one file, or a failure to check it."""
+    """Damage to one file, or a failure to check one file."""
 
     # Number of the part of the store. The value is None if the file does not belong to a part.
     part: int | None
@@ -68,7 +68,7 @@ class Finding:
     error: OSError | MemoryError | None = None
 
 
-# If a check raises an error of these classes, the error is added to the report.
+# If a check raises an error of these classes, the error is added to the report of the check.
 _REPORTED = (StoreError, OSError, MemoryError)
 
 
@@ -90,14 +90,14 @@ class VerifyReport:
     damages: list[Finding] = field(default_factory=list)
     # Files that could not be checked.
     unchecked: list[Finding] = field(default_factory=list)
-    # Maps the number of each part to its commit. Commits that cannot be read are left out.
+    # Maps the number of a part to the commit of the part. Commits that cannot be read are left out.
     commits: dict[int, PartCommit] = field(default_factory=dict)
     # Number of committed parts.
     n_parts: int = 0
     # Number of planned parts without a commit. A store with such parts is incomplete, not damaged.
     n_pending_parts: int = 0
-    # Sentence that says which parts and files are not written yet. It is empty for a complete
-    # store.
+    # Sentence that says which parts and files of the store are not written yet. If the store is
+    # complete, the text is empty.
     missing: str = ""
     n_sequences: int = 0
     n_tokens: int = 0
@@ -137,7 +137,7 @@ def missing_text(store: StorePath, manifest: schema.StoreManifest, n_pending: in
     missing: list[str] = []
     if n_pending:
         missing.append(f"{n_pending} of {manifest.n_parts} parts")
-    # A store that was not made by an extraction needs no target bundle.
+    # A store that was not made by an extraction needs no target bundle (``target/``).
     needs_target = "target_layers" in manifest.extraction
     if needs_target and not backend_of(schema.target_commit_path(store)).exists():
         missing.append("the target's weights in target/")
@@ -215,7 +215,7 @@ def verify_commits(
     progress: Progress = SILENT,
     n_threads: int | None = None,
 ) -> VerifyReport:
-    """Check the committed parts and the target bundle of a store.
+    """Check the committed parts and the target bundle (``target/``) of a store.
 
     The store's manifest, plan and codec must be undamaged.
 
@@ -300,8 +300,8 @@ class _Verification:
         self.n_bytes = self.report.n_bytes
         consistent = commits.keys() - {damage.part for damage in self.report.damages}
         reader: ActivationStore | None = None
-        # Maps the number of a part to a list with one pair for each sequence of the part: (index of
-        # the sequence in ``reader``, row of the sequence in the plan).
+        # Maps the number of a part to a list with one pair for each sequence of the part. A pair
+        # consists of the index of the sequence in ``reader`` and the sequence's row in the plan.
         rows: dict[int, list[tuple[int, dict[str, Any]]]] = defaultdict(list)
         if self.depth == "values":
             reader = ActivationStore(self.store, parts=consistent, cache=None, checks_sizes=False)
@@ -383,7 +383,7 @@ def _check_sequence(reader: ActivationStore, i: int, row: dict[str, Any]) -> Ite
 
 
 def _mask_problems(mask: np.ndarray, n_planned: int) -> dict[str, str]:
-    """Compare a response mask with the number of response tokens in the plan."""
+    """Check that a response mask has only 0 and 1, and the planned number of response tokens."""
     n_masked = int(mask.sum(dtype=np.int64))
     if mask.max(initial=0) > 1:
         return {"response_mask": "the response mask has values other than 0 and 1"}
@@ -477,8 +477,8 @@ class StoreSummary:
     # Histogram of the lengths of sequences, as ``length_histogram`` returns it.
     lengths: tuple[list[int], list[int]]
     has_target: bool
-    # Sentence that says which parts and files are not written yet. It is empty for a complete
-    # store.
+    # Sentence that says which parts and files of the store are not written yet. If the store is
+    # complete, the text is empty.
     missing: str
     # Maps the name of each field that is being added to the store to the number of parts that
     # already have this field.

@@ -30,7 +30,7 @@ from .store import StoreWriter
 
 
 def lacking_fields(commit: PartCommit, fields: Iterable[str]) -> tuple[str, ...]:
-    """Return the names of the ``fields`` that a part lacks: its commit lists no shards of them."""
+    """Return the names of the ``fields`` without shards in the commit of a part."""
     # The name of a shard starts with the name of its field, followed by a slash.
     lacking: list[str] = []
     for name in fields:

@@ -42,20 +42,21 @@ from ...errors import StoreLocked
 from ...files import LockHeld, lock, lock_file, open_lock, read_only
 from ..schema import LOCK_NAME, LOCKS_NAME, OPENING_NAME
 
-# Number of seconds for which a process keeps trying to share ``store.lock``. A process that was
-# just killed may still hold this lock exclusively, because the kernel may release the
-# ``opening.lock`` of the killed process shortly before its ``store.lock``.
+# Number of seconds for which a process keeps trying to share ``store.lock``. When a process is
+# killed, the kernel may release its ``opening.lock`` shortly before its ``store.lock``. In between,
+# the next process finds ``store.lock`` still locked, and must try again.
 _GRACE_S = 1.0
-_RETRY_S = 0.05  # Seconds between two attempts to take the lock.
+_RETRY_S = 0.05  # Seconds between two attempts to take ``store.lock``.
 
 
 class StoreLock:
-    """The lock of a store. It is held until :meth:`close`.
+    """The lock of a store. A process holds the lock until :meth:`close`.
 
     Args:
         store: the store's folder.
         shares: whether to share the lock with other processes. If no other process holds the lock,
-            it is first taken exclusively. The caller then opens the store and calls :meth:`share`.
+            this process first takes it exclusively. The caller then opens the store and calls
+            :meth:`share`.
 
     Raises:
         StoreLocked: another process holds the lock.
@@ -100,7 +101,7 @@ class StoreLock:
         self.is_alone = not shared
 
     def _retry(self, take: Callable[[], None], for_s: float) -> None:
-        """Call ``take``, which takes the lock. If it fails, try again for ``for_s`` seconds."""
+        """Call ``take`` to take the lock. If the lock is held, try again for ``for_s`` seconds."""
         until_s = time.monotonic() + for_s
         while True:
             try:
@@ -117,7 +118,8 @@ class StoreLock:
         if self._opening_fd < 0:
             return
         try:
-            # Ignore the error if the file cannot be deleted. The remaining file does no harm.
+            # If ``opening.lock`` cannot be deleted, ignore the error. The remaining file does no
+            # harm.
             with suppress(OSError):
                 os.unlink(self._store / OPENING_NAME)
         finally:
@@ -172,7 +174,7 @@ class StoreLock:
         return open(lock_file(folder / f"{name}.lock", waits))
 
     def close(self) -> None:
-        """Release the lock."""
+        """Release the store's lock."""
         # Release ``store.lock`` first. Otherwise the next process could get ``opening.lock`` and
         # then find ``store.lock`` still held.
         if self._fd >= 0:

@@ -59,7 +59,7 @@ Encoding this number of bytes takes about 1.5 ms. Passing a task to a thread tak
 
 
 class ShardWriter:
-    """Writes one shard sequentially. Only the index and the chunks not yet written are in memory.
+    """Writes one shard sequentially. Only the index and the unwritten chunks are in memory.
 
     Args:
         path: path of the new file.
@@ -115,11 +115,11 @@ class ShardWriter:
             self._write_oldest()
 
     def finish(self) -> Future[FileRecord]:
-        """Write the remaining chunks and the index.
+        """Write the remaining chunks and the index of the shard.
 
         Returns:
-            A future. It is done when the file is synced or uploaded, and closed. Its result is the
-            size and checksum of the file.
+            A future. It is done when the shard is synced or uploaded, and its file is closed. The
+            result of the future is the size and checksum of the file.
         """
         while self._encoding:
             self._write_oldest()
@@ -137,7 +137,7 @@ class ShardWriter:
         return FileRecord(self._n_bytes, self._crc)
 
     def abort(self) -> None:
-        """Close the file without writing an index. The caller deletes the file."""
+        """Close the file of an unfinished shard. The caller then deletes the file."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -291,9 +291,9 @@ class ArrayWriter:
 class PartWriter(AbstractContextManager["PartWriter"]):
     """Writes a part of a store, or adds fields to a part.
 
-    Use it in a ``with`` statement. If the block ends before :meth:`commit` was called, the written
-    files are deleted. A PartWriter must not be used by several threads at once. Different threads
-    may write different parts of the same store.
+    Use this object in a ``with`` statement. If the block ends before :meth:`commit` was called, the
+    written files are deleted. A PartWriter must not be used by several threads at once. Different
+    threads may write different parts of the same store.
 
     Args:
         sequences: the sequences of the part, in plan order.
@@ -320,7 +320,7 @@ class PartWriter(AbstractContextManager["PartWriter"]):
         self.sequences = sequences
         self.part = counts["part"]
         self.allocated_tokens = counts["allocated_tokens"]
-        # Whether the part is open. After it was committed or discarded, the value is False.
+        # Whether the part is open. After the part was committed or discarded, the value is False.
         self.is_open = True
         # If `commit` has found that another writer committed the part first, the value is False.
         # Otherwise, it is True.
@@ -349,8 +349,8 @@ class PartWriter(AbstractContextManager["PartWriter"]):
         Args:
             field: name of the field.
             first_token: position of the first token on the part's token axis (``first_token`` in
-                the plan). For each field, it must increase from call to call. Tokens that are
-                skipped become zero.
+                the plan). For each field, the position must increase from call to call. Tokens that
+                are skipped become zero.
             values: values of the tokens, [n_tokens, *token_shape] in the storage dtype. A bfloat16
                 value is passed as its bits in uint16. For a field with a lossy codec, pass the
                 result of ``StoreCodec.encode`` for the field: name of a stored array -> its rows.
@@ -395,8 +395,8 @@ class PartWriter(AbstractContextManager["PartWriter"]):
     def commit(self) -> PartCommit:
         """Finish and sync all shards, rename them to their final names and write the commit.
 
-        If another writer has committed the part in the meantime, the commit and the files of the
-        other writer stay, and the files of this writer are deleted.
+        If another writer has committed the part in the meantime, the files of this writer are
+        deleted. The commit and the files of the other writer stay.
 
         Returns:
             The commit that the part now has.
@@ -437,7 +437,7 @@ class PartWriter(AbstractContextManager["PartWriter"]):
                 )
 
     def discard(self) -> None:
-        """Delete the files that were written, unless the part was committed.
+        """Delete the files that this object has written, unless the part was committed.
 
         Afterwards, a new part has no commit. If the writer was adding fields, the part still has
         its old fields.

@@ -110,7 +110,7 @@ class Publication:
     writer is then killed, other writers read the record and finish the publication.
     """
 
-    # File name of the commit, e.g. ``"part-00007.json"``.
+    # Name of the commit's file in ``commits/``, e.g. ``"part-00007.json"``.
     commit: str
     # Random text that identifies the writer in the temporary names of the files (``partial_name``).
     attempt: str
@@ -128,7 +128,7 @@ class Publication:
     def publish(self, path: StorePath) -> bool:
         """Publish the files and the commit, unless another writer has published this commit first.
 
-        If the store is in a folder, the caller must hold the lock of the part or document
+        If the store is in a folder, the caller must hold the lock for these files
         (:meth:`StoreFiles.publishing`).
 
         Args:
@@ -147,7 +147,7 @@ class Publication:
         return self.finish(path)
 
     def finish(self, path: StorePath) -> bool:
-        """Give the files their final names and write the commit. Then delete uploads and record.
+        """Give the files their final names, write the commit, and delete the uploads and the record.
 
         These are steps 2 and 3 of the module's docstring. Another writer may already have executed
         these steps, completely or in part.
@@ -251,11 +251,11 @@ class PartFiles:
         # uses different temporary names.
         self.attempt = store.attempt if isinstance(store.path, Path) else secrets.token_hex(4)
         self._first_upload_s: float | None = None
-        self._paths: list[Path] = []  # Local files to which shards are written.
+        self._paths: list[Path] = []  # Paths of the local files of the shards.
         self._asked_for: PartCommit | None = None
 
     def new_path(self, name: str) -> Path:
-        """Return the path of the local file to which a new shard must be written.
+        """Return a path for a new shard. The caller must write the shard to this local file.
 
         Args:
             name: name of the shard in the commit.
@@ -363,13 +363,14 @@ class StoreFiles:
             self._remove_unfinished()
 
     def publishing(self, name: str) -> AbstractContextManager[object]:
-        """Return a context manager that locks a part or document while it is published.
+        """Return a context manager that locks files while they are published.
 
-        No other process can publish the same part or document inside the ``with`` block. For a
-        store in a bucket, nothing is locked.
+        No other process can publish the same files inside the ``with`` block. For a store in a
+        bucket, nothing is locked.
 
         Args:
-            name: name of the lock of this part or document (see the module ``lock``).
+            name: name of the lock. There is one lock for each part, and one each for the dataset
+                card, texts.arrow and ``target/`` (see the module ``lock``).
         """
         if self._lock is None or self._lock.is_alone:
             return nullcontext()
@@ -389,7 +390,7 @@ class StoreFiles:
 
     @contextmanager
     def target(self) -> Iterator[Path]:
-        """Write the target bundle.
+        """Write the target bundle: the config, tokenizer and frozen weights of the target.
 
         Yields:
             A local folder, which the ``with`` block fills. If the block ends without an error, the
@@ -411,9 +412,9 @@ class StoreFiles:
                 files[file_name] = FileRecord(local.stat().st_size, file_crc32(local))
                 target = self.path / TARGET_NAME / partial_name(file_name, attempt)
                 backend_of(target).move_in(local)
-            # While the files are replaced, they do not match the old commit, and the target bundle
-            # would look damaged. So delete the old commit first. A target bundle without a commit
-            # counts as incomplete.
+            # While the files of the target bundle are replaced, they do not match its old commit,
+            # and the target bundle would look damaged. So delete the old commit first. A target
+            # bundle without a commit counts as incomplete.
             was_there = content_of(commit) is not None
             self._retract(commit)
             sizes = {f"{TARGET_NAME}/{name}": record.bytes for name, record in files.items()}
@@ -505,8 +506,8 @@ def refuse_links(store: StorePath) -> None:
     """Raise StoreDamaged if a store contains a symbolic link.
 
     Writing or deleting through a link would change files outside of the store. The store's folder
-    itself may be a link. Entries of this folder may also be links if a store does not use their
-    names (``schema.is_known``), because no writer changes such entries.
+    itself may be a link. This folder may also contain links with names that a store does not use
+    (``schema.is_known``), because no writer changes such links.
     """
     inside = [os.fspath(store)] if isinstance(store, Path) else list[str]()
     while inside:

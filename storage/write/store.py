@@ -262,8 +262,8 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
             backend_of(self.path / name).make_folder()
         self._open_codec()
         if not manifest_commit.exists() or find_manifest_damage(self.path):
-            # The commit is missing or damaged, so write it again. The files that it lists were
-            # compared with the current inputs above, so these files are right.
+            # commits/store.json is missing or damaged, so write it again. The files that it lists
+            # were compared with the current inputs above, so these files are right.
             self._record_manifest()
 
     def _is_of_these_inputs(self, begins_anew: bool) -> bool:
@@ -298,9 +298,9 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         for name in (COMMITS_NAME, PARTS_NAME, TARGET_NAME, CODEC_NAME, RUNS_NAME):
             if backend_of(self.path / name).exists():
                 shutil.rmtree(str(self.path / name))
-        # Keep texts.arrow, because this process may be reading it. A texts.arrow that was made from
-        # other inputs does no harm, because readers recognize it by the description of its inputs
-        # in the file.
+        # Keep texts.arrow, because this process may be reading it. A texts.arrow from other inputs
+        # does no harm: the file contains a description of its inputs, and readers check this
+        # description.
         folder = backend_of(self.path)
         folder.remove_files([CARD_NAME, PLAN_NAME, MANIFEST_NAME])
         folder.sync_names()
@@ -322,7 +322,7 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
 
     @property
     def has_target(self) -> bool:
-        """Whether the target bundle has been committed."""
+        """Whether the target bundle (``target/``) has been committed."""
         return backend_of(target_commit_path(self.path)).exists()
 
     def committed_parts(self) -> list[int]:
@@ -469,8 +469,8 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         if not backend_of(path).replace(
             self.manifest.to_json().encode(), manifest.to_json().encode()
         ):
-            # commits/store.json is missing now. It is written by the process that has changed
-            # store.json, or by the next process that opens the store for writing.
+            # Another process has changed store.json. commits/store.json is missing now. Either the
+            # other process writes it, or the next process that opens the store for writing.
             raise changed_meanwhile(path)
         self.manifest = manifest
         self._open_codec()
@@ -528,7 +528,7 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         self._committed |= intact
 
     def _drop(self, damages: Iterable[Finding]) -> None:
-        """Delete the commits of damaged parts, and the files of a damaged target bundle."""
+        """Delete the commits of damaged parts. If ``target/`` is damaged, delete its files."""
         target_commit = target_commit_path(self.path)
         commits: set[StorePath] = set()
         for damage in damages:
@@ -592,8 +592,8 @@ def _check_unoccupied(store: StorePath) -> None:
     The path may be missing, or it may be an empty folder, a store, or a store whose creation was
     interrupted.
     """
-    # In a bucket, only a listing of all files would show whether a folder exists. So skip this
-    # check.
+    # Check that a local path is a folder or can become a folder. A bucket has no folders, so this
+    # check is not needed there.
     if isinstance(store, Path):
         folders = (store, *store.absolute().parents)
         existing = next(path for path in folders if path.exists() or path.is_symlink())
@@ -612,7 +612,7 @@ def _check_unoccupied(store: StorePath) -> None:
         except SchemaVersionError:
             if not any(path == manifest for path, _ in find_manifest_damage(store)):
                 # store.json is undamaged, so the store really has a schema version that this
-                # release cannot read.
+                # release cannot read. Raise the error that says so.
                 raise
         except StoreDamaged as error:
             # store.json is not a valid manifest. If commits/store.json exists, the folder is a
@@ -735,8 +735,9 @@ def name_next_basis(store: StorePath, manifest: StoreManifest) -> None:
         return
     if hashlib.sha256(content).hexdigest() != manifest.codec.get("basis_sha256"):
         return
-    # Write the file under its final name before deleting the other file. So at any time, the basis
-    # that store.json requires exists under at least one of the two names. Readers try both names.
+    # Write codec/basis.safetensors before codec/next-basis.safetensors is deleted. So at any time,
+    # the basis that store.json requires exists under at least one of the two names. Readers try
+    # both names.
     folder = backend_of(path.parent)
     backend_of(path.parent / BASIS_NAME).put(content)
     folder.remove_files([path.name])
