@@ -282,8 +282,8 @@ class QuestionSettings(RowSettings):
     max_rows: Count | None = None
     """Maximum number of rows to read from the start of the dataset. Default: all."""
     max_length: Count = 2048
-    """Maximum length of a chat in tokens, answers included. Give the same value as `max_length` to
-    `moa-data extract` later."""
+    """Maximum length of a chat in tokens, answers included. Later, give `moa-data extract` the same
+    `max_length`."""
     keep_cut: bool = True
     """Keep answers that were cut off at max_new_tokens or max_length. Their rows have the
     finish_reason length, so that `moa-data extract` does not add an end of turn after them. If

@@ -77,7 +77,7 @@ class DrafterSettings(Config):
     """Number of different tokens that the drafter can propose, or all. The most frequent tokens of
     the store's responses are chosen. With fewer tokens, drafts are cheaper, because they read fewer
     rows of the LM head (the output layer), but a draft fails whenever the target chooses another
-    token. Training stays the same. Default: the number with which decoding should be fastest,
+    token. Training is not affected. Default: the number with which decoding should be fastest,
     estimated from the number of weights that a draft round reads; all if the target's vocabulary
     has fewer than 16,384 tokens."""
 
@@ -314,10 +314,10 @@ class BlockSettings(LayerSettings, MemorySettings, PositionSettings, DrafterSett
     to 8 slots, 5 for up to 12 slots, 7 for longer blocks."""
     fused_layers: tuple[int, ...] | None = None
     """The decoder layers of the target that the drafter reads, counted from 0 and separated by
-    commas. With context hidden, the first one may be -1, which means the embedding. With context
-    kv, the number of layers must be a multiple of block_layers. With context memory, leave this
-    setting out. Default for a target of L layers: five evenly spaced layers from 1 to L - 3, or
-    block_layers such layers with context kv."""
+    commas. With `context=hidden`, the first one may be -1, which means the embedding. With
+    `context=kv`, the number of layers must be a multiple of `block_layers`. With `context=memory`,
+    leave this setting out. Default for a target of L layers: five evenly spaced layers from 1 to L
+    - 3, or `block_layers` such layers with `context=kv`."""
     block_layers: Count = 5
     """Number of decoder layers in the drafter. More layers make drafts more expensive."""
     mask_token: Natural | None = None

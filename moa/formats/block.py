@@ -83,7 +83,7 @@ def _read_backbone(weights: Weights, config: ForeignConfig) -> dict[str, Any]:
     # block sees only itself and earlier slots, which is not supported.
     if settings.get("causal") or settings.get("is_causal"):
         raise DrafterError(
-            "config.json has causal true, which is not supported, because all slots of a block "
+            "config.json sets causal to true, which is not supported, because all slots of a block "
             "must attend to each other. Choose another drafter."
         )
     if type(block) is not int or type(mask) is not int:

@@ -248,8 +248,8 @@ def check_bias(config: ForeignConfig, key: str, weights: Weights, name: str) -> 
     """Refuse a config.json in which a key requires a bias that is not in the file of weights."""
     if config.get(key) and name not in weights:
         raise DrafterError(
-            f"config.json has {key} true, but the tensor {name} is missing. Restore the original "
-            "files."
+            f"config.json sets {key} to true, but the tensor {name} is missing. Restore the "
+            "original files."
         )
 
 

@@ -381,7 +381,7 @@ class TransformCodec(FieldCodec):
 
     @property
     def n_features(self) -> int:
-        """Number of features per token that this field provides for the prediction of other fields."""
+        """Number of features per token that this field gives for the prediction of other fields."""
         if not self.is_kv:
             return self.spec.token_shape[0]
         n_leading = 0
@@ -492,7 +492,7 @@ class TransformCodec(FieldCodec):
             for group, layers in enumerate(self.groups):
                 fits.append(self._load_group(state, group, layers, n_features))
             if not any(len(fit.columns.part) for fit in fits):
-                raise ValueError("it gives no component of the field any bits")
+                raise ValueError("it gives all components of the field 0 bits")
         except (KeyError, IndexError, ValueError) as error:
             raise ValueError(
                 f"it does not fit field {self.spec.name!r} ({error}). Restore the store's codec/ "
