@@ -155,7 +155,7 @@ class RejectReason(StrEnum):
     NO_MESSAGES = "the row has neither messages nor conversations"
     MALFORMED_MESSAGES = "messages is not a list of objects with a role and a content"
     UNKNOWN_ROLE = "a message has an unknown role"
-    EMPTY_CONTENT = "a message is empty, or its content is not text"
+    EMPTY_CONTENT = "a message is empty or no text"
     NON_TEXT_PART = "a message has a part that is not text"
     NO_RESPONSE = "the chat has no assistant message"
     MALFORMED_TURNS = "turns is not a list of questions"
